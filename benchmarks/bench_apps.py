@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from http_load import PROGRAMS, LoadResult, System, need_wrk, program, worker_processes, wrk
+from http_load import PROGRAMS, LoadResult, System, end_on_sigterm, need_wrk, program, worker_processes, wrk
 
 import daskserve as serve
 from daskserve.cluster.dask.launch import start_local_cluster
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--server", choices=("tornado", "asyncio"), help="measure under this server only")
     parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
     given = parser.parse_args()
+    end_on_sigterm()
     need_wrk()
     os.environ.update(ENVIRONMENT)
     sys.path.append(str(PROGRAMS))  # which the workers inherit

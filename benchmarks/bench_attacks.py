@@ -32,7 +32,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from http_load import worker_processes
+from http_load import end_on_sigterm, worker_processes
 
 import daskserve as serve
 from daskserve.cluster.dask.launch import start_local_cluster
@@ -220,6 +220,7 @@ def main() -> int:
     parser.add_argument("--isolation", choices=("thread", "process"), default="thread")
     parser.add_argument("--apart", action="store_true", help="attack the replica on the other worker")
     given = parser.parse_args()
+    end_on_sigterm()
     results = [
         try_kind(server, kind, given) for server in given.server.split(",") for kind in given.kinds.split(",")
     ]

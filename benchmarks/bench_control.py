@@ -28,7 +28,7 @@ from typing import Any
 
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.protocols.base import ActorContext, StoreChange
-from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.opening import open_store
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind, Location, WorkerInfo
@@ -325,7 +325,7 @@ class Instance:
 
     async def _open(self) -> None:
         url = f"sqlite:///{self._folder / 'store.db'}"
-        self._inner = HeldStore(open_store(url, "bench"), "bench.1", LoopClock())  # type: ignore[arg-type]
+        self._inner = OwnedStore(open_store(url, "bench"), "bench.1", LoopClock())  # type: ignore[arg-type]
         await self._inner.open()
         await self._inner.begin()
         self._store = CountingStore(self._inner)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from http_load import System, need_wrk, wrk
+from http_load import System, end_on_sigterm, need_wrk, wrk
 
 import daskserve as serve
 from daskserve.cluster.dask.launch import start_local_cluster
@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
+    end_on_sigterm()
     need_wrk()
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     try:

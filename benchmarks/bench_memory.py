@@ -28,9 +28,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from http_load import served
+from http_load import end_on_sigterm, served
 
-from daskserve.cluster.worker.present import default_client
+from daskserve.cluster.worker.current import default_client
 from daskserve.loops.event_loop import new_event_loop
 
 MIB = 1 << 20
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--send-to", help="only send requests to this address")
     given = parser.parse_args()
+    end_on_sigterm()
     if given.send_to:
         load = Load(given.send_to, random.Random(given.seed))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

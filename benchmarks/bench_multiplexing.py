@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from http_load import program
+from http_load import end_on_sigterm, program
 
 import daskserve as serve
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter of an environment with ray[serve]")
     parser.add_argument("--seconds", type=float, default=8.0)
     given = parser.parse_args()
+    end_on_sigterm()
     cost_of_choice()
     systems: list[tuple[str, Callable[[float], Any]]] = [("daskserve", ours)]
     if given.python:

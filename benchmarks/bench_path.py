@@ -31,7 +31,7 @@ from uvicorn.server import ServerState as UvicornState
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.transport import SocketTransport
-from daskserve.cluster.dask.tasks import present_task
+from daskserve.cluster.dask.tasks import current_task
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Process, TaskRequest
 from daskserve.common.clock import OneLoopClock, RequestIds
 from daskserve.common.types import (
@@ -141,7 +141,7 @@ class OneConnection:
     """A link for a process with the running event loop."""
 
     is_closed = False
-    present_task = staticmethod(present_task)
+    current_task = staticmethod(current_task)
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

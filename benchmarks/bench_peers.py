@@ -16,7 +16,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from http_load import Place, need_wrk, program, serving, wrk
+from http_load import Place, end_on_sigterm, need_wrk, program, serving, wrk
 
 PEERS = Path(__file__).parent / "peers"
 PEER_PROGRAMS = {
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", default="", help="measure only the peers whose name contains this text")
     given = parser.parse_args()
+    end_on_sigterm()
     need_wrk()
     for name in PEER_PROGRAMS:
         for server in ("tornado", "asyncio"):

@@ -22,7 +22,7 @@ import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from http_load import Place, System, floor_of, need_wrk, serving, wrk
+from http_load import Place, System, end_on_sigterm, floor_of, need_wrk, serving, wrk
 
 WORKER_LOOP = {"event_loop": "worker"}
 #: To files, because standard output is the reader's; a line costs as much there.
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
     given = parser.parse_args()
+    end_on_sigterm()
     need_wrk()
     os.environ["OTEL_TRACES_EXPORTER"] = "none"  # spans are made, and not sent
     for case in CASES:

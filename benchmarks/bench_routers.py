@@ -114,7 +114,7 @@ async def cost_us(router: str, size: int, characters: int = 2000) -> float:
             stage.end(replica, envelope)
         found.append((time.process_time() - began) / REQUESTS * 1e6)
     if stage.routing is not None:
-        assert not stage.routing.trouble.fallbacks
+        assert not stage.routing.errors.fallbacks
         stage.routing.close()
     return min(found)
 

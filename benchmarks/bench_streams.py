@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from http_load import floor, served
+from http_load import end_on_sigterm, floor, served
 
 from daskserve.loops.event_loop import new_event_loop
 
@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=64)
     parser.add_argument("--hops", type=int, choices=(0, 1), default=1)
     given = parser.parse_args()
+    end_on_sigterm()
     config = {"max_ongoing_requests": given.streams}
     function = make_stream(given.chunks, given.bytes)
     ratios, cases, floors, cpu_us, cpu_ratios = [], [], [], [], []

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from http_load import PROGRAMS, LoadResult, System, need_wrk, program, wrk
+from http_load import PROGRAMS, LoadResult, System, end_on_sigterm, need_wrk, program, wrk
 
 HERE = Path(__file__).parent.parent
 SERVE = PROGRAMS / "serve_case.py"
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
     given = parser.parse_args()
+    end_on_sigterm()
     need_wrk()
     if not (given.other / ".venv/bin/python").exists():
         sys.exit(f"{given.other} has no environment in .venv")

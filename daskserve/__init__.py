@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         run_many_async,
     )
     from daskserve.client.functions.deployment import deployment
-    from daskserve.client.functions.finding import connect, connect_async
+    from daskserve.client.functions.discovery import connect, connect_async
     from daskserve.client.functions.history import (
         events,
         events_async,
@@ -70,7 +70,7 @@ _NAMES: Mapping[str, str] = {
     "client.functions.instances": "start start_async shutdown shutdown_async status status_async "
     "explain explain_async scale scale_async set_target_capacity set_target_capacity_async",
     "client.functions.history": "history history_async rollback rollback_async events events_async",
-    "client.functions.finding": "connect connect_async",
+    "client.functions.discovery": "connect connect_async",
     "client.functions.applications": "run run_async run_many run_many_async delete delete_async "
     "get_app_handle get_app_handle_async get_deployment_handle get_deployment_handle_async",
     "client.functions.deployment": "deployment",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from daskserve.data.caller.routing.router import Routers
     from daskserve.data.replica.process.listening import ListeningChildren
     from daskserve.proxies.ingress.app import CallBackend, IngressApp
-    from daskserve.proxies.server.life import HTTPServer
+    from daskserve.proxies.server.server import HTTPServer
 
 logger = logging.getLogger("daskserve.actors")
 
@@ -176,7 +176,7 @@ class ProxyActor:
         """Return once this proxy has applied the change of the instance."""
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
         if self._children is not None:
-            await self._context.clock.wait_for(self._children.wait_until_told(), timeout_s)
+            await self._context.clock.wait_for(self._children.wait_until_notified(), timeout_s)
 
     @verb
     async def statistics(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         wait_for_goal_async,
     )
     from daskserve.client.functions.deployment import deployment
-    from daskserve.client.functions.finding import connect, connect_async
+    from daskserve.client.functions.discovery import connect, connect_async
     from daskserve.client.functions.instances import shutdown, shutdown_async, start, start_async
     from daskserve.context import get_current_backend_tag, get_current_replica_tag, get_replica_context
     from daskserve.data.batching.decorator import batch
@@ -120,7 +120,7 @@ __getattr__ = LazyNames(
         "client.functions.classic": " ".join(__all__),
         "client.client": "AsyncClient Client",
         "client.functions.deployment": "deployment",
-        "client.functions.finding": "connect connect_async",
+        "client.functions.discovery": "connect connect_async",
         "client.functions.instances": "shutdown shutdown_async start start_async",
         "context": "get_current_backend_tag get_current_replica_tag get_replica_context",
         "data.batching.decorator": "batch",

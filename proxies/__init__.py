@@ -1,1 +1,1 @@
-"""The HTTP side of an instance: an ASGI ingress and the servers that carry it."""
+"""The HTTP side of an instance: an ASGI ingress and the servers that run it."""

@@ -1,4 +1,4 @@
-"""Names of ASGI, and a function for whole responses."""
+"""Types and constants of ASGI, and a function that sends a whole response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 REQUEST_ID = b"x-request-id"
 TEXT = b"text/plain; charset=utf-8"
 JSON = b"application/json"
-#: Browsers must not guess the type of an error's text. User code sets the headers of its own responses.
+#: Keeps browsers from guessing the type of an error's text. User code sets the headers of its own responses.
 NOSNIFF = (b"x-content-type-options", b"nosniff")
 
 # 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.
@@ -24,7 +24,7 @@ ASGI_VERSIONS: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
 async def send_whole(
     send: Send, status: int, body: bytes, *, content_type: bytes = TEXT, headers: Headers = ()
 ) -> None:
-    """Send a complete response that daskserve makes, with its ``content-length``."""
+    """Send a whole response, with its ``content-length``."""
     await send(
         {
             "type": "http.response.start",

@@ -1,4 +1,4 @@
-"""An HTTP listener with its ingress, as proxies and the processes of replicas use it."""
+"""An HTTP listener with its ingress, for proxies and for the processes of replicas."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
-from daskserve.proxies.ingress.bodies import BodyGate
+from daskserve.proxies.ingress.bodies import BodyPreparation
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.health import health_server
-from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports
+from daskserve.proxies.server.server import HTTPServer
 from daskserve.proxies.server.tls import server_context
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.table import MetricSample
@@ -40,12 +40,12 @@ HEALTH_GRACE_S = 1.0
 
 
 def middlewares_from(path: str) -> list[Middleware]:
-    """Return the middlewares of the function that ``proxy_callback`` names.
+    """Return the middlewares that the function named by ``proxy_callback`` returns.
 
     Raises
     ------
     BadRequestError
-        It failed, or returned something else.
+        The function failed, or returned something else.
     """
     found = call_imported(path, "proxy_callback")
     if not isinstance(found, list) or not all(isinstance(each, Middleware) for each in found):
@@ -57,7 +57,7 @@ def middlewares_from(path: str) -> list[Middleware]:
 
 
 def tls_of(options: HTTPOptions) -> ssl.SSLContext | None:
-    """Return the context of the proxy's HTTPS server; raise `BadRequestError` if a file is wrong."""
+    """Return the TLS context of a proxy; None without a certificate. See `server_context` for its errors."""
     password = options.ssl_keyfile_password
     if password is not None:
         password = read_secret(password, "ssl_keyfile_password", settings.process_variables())
@@ -65,7 +65,7 @@ def tls_of(options: HTTPOptions) -> ssl.SSLContext | None:
 
 
 class Requests(Protocol):
-    """Where the requests of a listener go."""
+    """The destination of a listener's requests."""
 
     @property
     def largest_body_bytes(self) -> float:
@@ -76,13 +76,13 @@ class Requests(Protocol):
         """The function that answers a request; see `daskserve.proxies.ingress.app.IngressApp`."""
 
     def prepare(self, endpoint: str) -> None:
-        """Note that a route leads to an endpoint."""
+        """Prepare for requests to an endpoint, because it has a route."""
 
     def body_rules(self, endpoint: str, default_max_bytes: int) -> tuple[BodyUse, int] | None:
         """Return how the bodies of an endpoint are read, and their maximum size; None if not known yet."""
 
     def wait_until_published(self, endpoint: str) -> Awaitable[None]:
-        """Return an awaitable, after which the rules are known."""
+        """Return an awaitable that ends when the rules of an endpoint are known."""
 
     def check_queue(self, endpoint: str) -> None:
         """Raise `BackPressureError` if no further request to an endpoint may wait for a slot."""
@@ -103,7 +103,7 @@ class HTTPListener:
     name, instance : str
         The names of the proxy and of its instance, for logs and metrics.
     logs : ProcessLogs, optional
-        Takes the access log.
+        Writes the access log.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class HTTPListener:
         self.ingress: IngressApp | None = None
 
     async def bind(self, tracing: Tracing | None, sockets: list[socket.socket] | None = None) -> None:
-        """Take the ports, or the sockets of another process."""
+        """Bind the ports, or use the sockets of another process."""
         options, requests = self._start.options, self._requests
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         if options.proxy_callback is not None:
@@ -140,7 +140,7 @@ class HTTPListener:
             dispatch=requests.send,
             rng=self._rng,
             is_direct=not middlewares,
-            bodies=BodyGate(
+            bodies=BodyPreparation(
                 lambda endpoint: requests.body_rules(endpoint, options.max_body_bytes),
                 requests.wait_until_published,
                 requests.check_queue,
@@ -155,29 +155,29 @@ class HTTPListener:
         app = build_app(ingress, middlewares)
         if options.trusted_forwarders:
             app = ForwardedHeaders(app, options.trusted_forwarders)
-        place: dict[str, Any] = {
-            # Its successor on this host listens on the same port before this listener stops.
+        server_options: dict[str, Any] = {
+            # The successor on this host listens on the same port before this listener stops.
             "reuse_port": self._start.reuse_port or can_share_ports(),
             "claims_port": self._start.claims_port,
             "public_host": self._start.public_host,
             "clock": self._clock,
         }
-        self.server = HTTPServer(app, options, tls=tls_of(options), **place)
-        self.server.consult(
+        self.server = HTTPServer(app, options, tls=tls_of(options), **server_options)
+        self.server.set_callbacks(
             lambda: max(options.max_body_bytes, requests.largest_body_bytes), self._is_crowded
         )
         if self._access_log is not None:
-            self.server.tell_refused(self._access_log.refused)
+            self.server.on_refused(self._access_log.refused)
         if sockets is not None:
             self.server.adopt(sockets)
             return
         await self.server.bind(may_move=self._start.may_move)
-        self._health = health_server(ingress, options, **place)
+        self._health = health_server(ingress, options, **server_options)
         if self._health is not None:
             await self._health.bind()
 
     def start(self) -> None:
-        """Start to accept connections."""
+        """Start accepting connections."""
         assert self.server is not None
         self.server.start()
         if self._health is not None:
@@ -189,9 +189,9 @@ class HTTPListener:
         Parameters
         ----------
         is_last : bool
-            Whether health checks on open connections fail from now on, because nothing listens here any more.
+            Whether nothing listens here any more, so that health checks on open connections must fail.
         sends_away : bool
-            As for `daskserve.proxies.server.life.HTTPServer.drain`.
+            See `daskserve.proxies.server.server.HTTPServer.drain`.
         """
         if self._health is not None:
             # First, so that health checks reach another proxy of this host, or none.
@@ -207,7 +207,7 @@ class HTTPListener:
             self._access_log.close()
 
     def update_routes(self, value: Mapping[str, Mapping[str, Any]]) -> None:
-        """Use these routes from now on."""
+        """Replace all routes."""
         self._routes = RouteTable(value)
         if self.ingress is not None:
             self.ingress.routes = self._routes
@@ -216,7 +216,7 @@ class HTTPListener:
             self._requests.prepare(fields["endpoint"])
 
     def configure_logs(self, config: Mapping[str, Any] | None) -> None:
-        """Log as the instance does."""
+        """Apply the logging options of the instance."""
         if self._access_log is not None:
             self._access_log.configure(config)
 

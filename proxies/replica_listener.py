@@ -29,7 +29,7 @@ logger = logging.getLogger("daskserve.proxies")
 class ReplicaRequests:
     """Passes requests to the replica of this process if it may answer them, otherwise to the worker.
 
-    It is the `daskserve.proxies.listener.Requests` of its listeners.
+    Implements `daskserve.proxies.listener.Requests`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplicaRequests:
         self._to_worker = to_worker
         self.own: frozenset[str] = frozenset()
         self.rules: Mapping[str, tuple[BodyUse, int]] = {}
-        #: How many requests of these listeners run in the replica, and how many it has begun.
+        #: The number of requests of these listeners that run in the replica, and that it has started.
         self.ongoing = self.begun = 0
 
     @property
@@ -67,7 +67,7 @@ class ReplicaRequests:
         await self._to_worker(endpoint, replace(envelope, is_direct=False)).respond(receive, send)
 
     def may_answer(self, endpoint: str, envelope: Envelope) -> bool:
-        """Return whether a request needs no router, and there is a slot."""
+        """Return whether a request needs no router, and the replica has a free slot."""
         return endpoint in self.own and not envelope.model_id and self._slots.has_room
 
     def prepare(self, endpoint: str) -> None:
@@ -80,7 +80,7 @@ class ReplicaRequests:
         pass
 
     def check_queue(self, endpoint: str) -> None:
-        pass  # the worker does
+        pass  # the worker checks it
 
     def is_crowded(self, endpoint: str) -> bool:
         return endpoint in self.own and self._slots.ongoing >= self._slots.concurrency
@@ -102,31 +102,31 @@ class ReplicaListeners:
         self.requests = ReplicaRequests(handle, slots, to_worker)
         self._context = context
         self._take_sockets, self._trace = take_sockets, trace
-        #: By the keys of their ports, as `daskserve.data.replica.process.listening.Port` has them.
+        #: By the keys of the ports; see `daskserve.data.replica.process.listening.Port`.
         self._listeners: dict[str, HTTPListener] = {}
         self._sockets: dict[str, list[socket.socket]] = {}
         self._lock = asyncio.Lock()
-        self._is_left = False
+        self._is_closed = False
 
-    async def listen(self, wanted: Mapping[str, Any]) -> None:
-        """Listen as wanted; idempotent."""
-        self.requests.own = frozenset(wanted["own"])
-        self.requests.rules = {each: (use, limit) for each, (use, limit) in wanted["rules"].items()}
+    async def listen(self, desired: Mapping[str, Any]) -> None:
+        """Open the listeners in ``desired``, and apply its routes and limits to all of them. Idempotent."""
+        self.requests.own = frozenset(desired["own"])
+        self.requests.rules = {each: (use, limit) for each, (use, limit) in desired["rules"].items()}
         for listener in self._listeners.values():
-            self._update(listener, wanted)
+            self._update(listener, desired)
         async with self._lock:
-            for key, start in wanted["listeners"].items():
-                if key not in self._listeners and not self._is_left:
-                    await self._open(key, ProxyStart.decode(start), wanted)
+            for key, start in desired["listeners"].items():
+                if key not in self._listeners and not self._is_closed:
+                    await self._open(key, ProxyStart.decode(start), desired)
 
-    def _update(self, listener: HTTPListener, wanted: Mapping[str, Any]) -> None:
-        listener.update_routes(wanted["routes"])
-        listener.unready = wanted.get("unready")
-        listener.is_store_taken = bool(wanted.get("is_store_taken"))
-        if "logging" in wanted:
-            listener.configure_logs(wanted["logging"])
+    def _update(self, listener: HTTPListener, desired: Mapping[str, Any]) -> None:
+        listener.update_routes(desired["routes"])
+        listener.unready = desired.get("unready")
+        listener.is_store_taken = bool(desired.get("is_store_taken"))
+        if "logging" in desired:
+            listener.configure_logs(desired["logging"])
 
-    async def _open(self, key: str, start: ProxyStart, wanted: Mapping[str, Any]) -> None:
+    async def _open(self, key: str, start: ProxyStart, desired: Mapping[str, Any]) -> None:
         context = self._context
         name, _, _ = key.rpartition("#")
         listener = HTTPListener(
@@ -138,7 +138,7 @@ class ReplicaListeners:
             rng=context.rng,
             logs=context.logs,
         )
-        self._update(listener, wanted)
+        self._update(listener, desired)
         # If binding fails, the next attempt uses the same sockets.
         if key not in self._sockets:
             self._sockets[key] = self._take_sockets(key)
@@ -150,19 +150,19 @@ class ReplicaListeners:
     async def stop(self, key: str, grace_s: float, *, sends_away: bool = True) -> dict[str, Any]:
         """Close one listener, or all of them for good if the key is empty; return their last metrics.
 
-        ``sends_away`` is that of `daskserve.proxies.server.life.HTTPServer.drain`.
+        For ``sends_away``, see `daskserve.proxies.server.server.HTTPServer.drain`.
         """
-        is_left = not key
-        self._is_left = self._is_left or is_left
+        is_all = not key
+        self._is_closed = self._is_closed or is_all
         async with self._lock:
-            keys = [*self._listeners, *self._sockets] if is_left else [key]
+            keys = [*self._listeners, *self._sockets] if is_all else [key]
             for each in keys:
                 for unused in self._sockets.pop(each, ()):
                     unused.close()
             found = {each: self._listeners[each] for each in keys if each in self._listeners}
-        # If the proxy stays, its host is no less healthy than before.
+        # If the proxy stays, the health checks of its host must go on succeeding.
         stopping = [
-            each.stop(grace_s, is_last=sends_away and not is_left, sends_away=sends_away)
+            each.stop(grace_s, is_last=sends_away and not is_all, sends_away=sends_away)
             for each in found.values()
         ]
         await asyncio.gather(*stopping)

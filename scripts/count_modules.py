@@ -33,7 +33,7 @@ class Echo:
 
 
 def watch_thread(module: Any = sys) -> None:
-    """Count the functions that the present thread enters, and all threads that start after this."""
+    """Count the functions that the current thread enters, and all threads that start after this."""
     entered = module.__dict__.setdefault(PLACE, {})
 
     def enter(frame: Any, event: str, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Draw docs/architecture.svg, the rooms of the code and their imports, from the code.
+"""Draw docs/architecture.svg, the components of the code and their imports, from the code.
 
 Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from rooms import ROOT, Plan, read_plan
+from components import ROOT, Plan, read_plan
 
 PICTURE = ROOT / "docs/architecture.svg"
 WIDTH, ROW, BOX_HEIGHT, MARGIN = 1180, 96, 46, 28
 BLUE, GREEN, YELLOW, GRAY = "#dbeafe", "#dcfce7", "#fef3c7", "#f1f5f9"
-#: What each room is for, in a few words, and its color: blue for what users call, green for what decides,
-#: yellow for what carries requests, gray for values.
+#: The purpose of each component, in a few words, and its color: blue for what users call, green for what
+#: decides, yellow for what carries requests, gray for values.
 CAPTIONS: Mapping[str, tuple[str, str]] = {
     "__init__": ("public names", BLUE),
     "__main__": ("python -m daskserve", BLUE),
@@ -48,14 +48,14 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def text_of(room: str) -> tuple[str, str]:
-    """Return the two lines in a room's box."""
-    is_folder = (ROOT / "daskserve" / room).is_dir() or room == "proxies"
-    name = "import daskserve" if room == "__init__" else room + ("/" if is_folder else ".py")
-    return name, CAPTIONS[room][0]
+def text_of(component: str) -> tuple[str, str]:
+    """Return the two lines in a component's box."""
+    is_folder = (ROOT / "daskserve" / component).is_dir() or component == "proxies"
+    name = "import daskserve" if component == "__init__" else component + ("/" if is_folder else ".py")
+    return name, CAPTIONS[component][0]
 
 
-#: A room on its floor, or the place where an arrow passes a floor: ``(room, other, floor)``.
+#: A component on its layer, or the place where an arrow passes a layer: ``(component, other, layer)``.
 Node = str | tuple[str, str, int]
 
 
@@ -69,30 +69,30 @@ class Place:
 
 
 def placed(plan: Plan) -> dict[Node, Place]:
-    """Return the places of all nodes: floors from the bottom up, each node above what it leads to."""
-    floors = plan.floors()
-    top_floor = max(floors.values())
+    """Return the places of all nodes: layers from the bottom up, each node above what it leads to."""
+    layers = plan.layers()
+    top_layer = max(layers.values())
     places: dict[Node, Place] = {}
-    for floor in range(top_floor + 1):
+    for layer in range(top_layer + 1):
         below: dict[Node, list[Node]] = {
-            room: list(plan.imports[room]) for room in floors if floors[room] == floor
+            component: list(plan.imports[component]) for component in layers if layers[component] == layer
         }
-        for room, other in plan.direct():
-            if floors[other] < floor < floors[room]:
-                below[(room, other, floor)] = [_next(room, other, floor, floors)]
+        for component, other in plan.direct():
+            if layers[other] < layer < layers[component]:
+                below[(component, other, layer)] = [_next(component, other, layer, layers)]
         nodes = sorted(below, key=lambda node: (_middle([places[each] for each in below[node]]), str(node)))
         widths = [_width(node) for node in nodes]
         gap = (WIDTH - 2 * MARGIN - sum(widths)) / (len(nodes) + 1)
         left = MARGIN + gap
         for node, width in zip(nodes, widths, strict=True):
-            places[node] = Place(left + width / 2, MARGIN + (top_floor - floor) * ROW, width)
+            places[node] = Place(left + width / 2, MARGIN + (top_layer - layer) * ROW, width)
             left += width + gap
     return places
 
 
-def _next(room: str, other: str, floor: int, floors: Mapping[str, int]) -> Node:
-    """Return where the arrow from ``room`` to ``other`` goes from a floor."""
-    return other if floor - 1 == floors[other] else (room, other, floor - 1)
+def _next(component: str, other: str, layer: int, layers: Mapping[str, int]) -> Node:
+    """Return where the arrow from ``component`` to ``other`` goes from a layer."""
+    return other if layer - 1 == layers[other] else (component, other, layer - 1)
 
 
 def _middle(places: Sequence[Place]) -> float:
@@ -106,14 +106,14 @@ def _width(node: Node) -> float:
     return max(9.0 * len(name), 7.2 * len(caption)) + 16
 
 
-def arrow(plan: Plan, places: Mapping[Node, Place], room: str, other: str) -> str:
-    """Return one import: a curve that passes the floors between two rooms beside the rooms there."""
-    floors = plan.floors()
-    node: Node = room
-    x, y = places[room].center, places[room].top + BOX_HEIGHT
+def arrow(plan: Plan, places: Mapping[Node, Place], component: str, other: str) -> str:
+    """Return one import: a curve that passes beside the components of the layers in between."""
+    layers = plan.layers()
+    node: Node = component
+    x, y = places[component].center, places[component].top + BOX_HEIGHT
     path = f"M{x:.0f} {y:.0f}"
-    for floor in range(floors[room], floors[other], -1):
-        node = _next(room, other, floor, floors)
+    for layer in range(layers[component], layers[other], -1):
+        node = _next(component, other, layer, layers)
         to_x, to_y = places[node].center, places[node].top
         bend = (to_y - y) / 2
         path += f"C{x:.0f} {y + bend:.0f} {to_x:.0f} {to_y - bend:.0f} {to_x:.0f} {to_y:.0f}"
@@ -124,15 +124,15 @@ def arrow(plan: Plan, places: Mapping[Node, Place], room: str, other: str) -> st
     return f'<path d="{path}" fill="none" stroke="#94a3b8" marker-end="url(#tip)"/>'
 
 
-def box(place: Place, room: str) -> str:
-    """Return one room."""
-    name, caption = text_of(room)
+def box(place: Place, component: str) -> str:
+    """Return one component."""
+    name, caption = text_of(component)
     x = place.center - place.width / 2
     text = f'x="{place.center:.0f}" text-anchor="middle"'
     return "\n".join(
         [
             f'<rect x="{x:.0f}" y="{place.top:.0f}" width="{place.width:.0f}" height="{BOX_HEIGHT}" rx="6" '
-            f'fill="{CAPTIONS[room][1]}" stroke="#475569"/>',
+            f'fill="{CAPTIONS[component][1]}" stroke="#475569"/>',
             f'<text {text} y="{place.top + 19:.0f}" fill="#0f172a">{escape(name)}</text>',
             f'<text {text} y="{place.top + 37:.0f}" fill="#64748b" font-size="12">{escape(caption)}</text>',
         ]
@@ -146,12 +146,12 @@ def svg(plan: Plan) -> str:
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14">',
-        "<title>The rooms of daskserve. An arrow is an import; imports point down only.</title>",
+        "<title>The components of daskserve. An arrow is an import; imports point down only.</title>",
         '<rect width="100%" height="100%" fill="white"/>',
         '<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#94a3b8"/></marker>',
     ]
-    arrows = [arrow(plan, places, room, other) for room, other in plan.direct()]
+    arrows = [arrow(plan, places, component, other) for component, other in plan.direct()]
     boxes = [box(place, node) for node, place in places.items() if isinstance(node, str)]
     return "\n".join([*head, *arrows, *boxes, "</svg>", ""])
 

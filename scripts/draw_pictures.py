@@ -25,10 +25,14 @@ from daskserve.simulation.trace import Trace
 from daskserve.testing import local_instance
 
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
-#: What each room does for a request.
-ROOMS = {
+#: What each component does for a request.
+COMPONENTS = {
     "proxies/server": "reads and writes the socket",
     "proxies/exchange": "one request and its response",
+    "proxies/exchange/request": "reads the head and the body",
+    "proxies/exchange/limits": "enforces the limits",
+    "proxies/exchange/response": "writes the response",
+    "data/caller/pool": "ranks the replicas",
     "proxies/ingress": "finds the route",
     "data/caller/routing": "chooses a replica",
     "cluster/channel": "carries messages between processes",
@@ -39,7 +43,7 @@ ROOMS = {
     "data/replica/execution": "runs user code in a thread",
     "data/replica/user_code": "calls the user's class",
 }
-#: Rooms of helpers, left out.
+#: Components of helpers, left out.
 HELPERS = {"common", "loops", "telemetry", "payload"}
 BLUE, GREEN, YELLOW, GRAY, TEXT = "#2f6fb3", "#3a7d44", "#d9a404", "#cbd2d9", "#1f2933"
 WIDTH, COLUMN, ROW, MARGIN = 900, 414, 44, 24
@@ -63,35 +67,37 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" fill="{TEXT}" {style}>{escape(words)}</text>'
 
 
-def rooms_of(process: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Return the rooms that a request enters in a process, in order, each with its modules."""
+def components_of(process: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Return the components that a request enters in a process, in order, each with its modules."""
     modules = list(dict.fromkeys(module for module, _ in process))
-    rooms: dict[str, list[str]] = {}
+    components: dict[str, list[str]] = {}
     for module in modules:
-        room, _, name = module.rpartition("/")
-        if room not in HELPERS:
-            rooms.setdefault(room, []).append(name.removesuffix(".py"))
-    ordered = list(rooms.items())
-    starts = [place for place, (room, _) in enumerate(ordered) if room == "proxies/server"]
+        component, _, name = module.rpartition("/")
+        if component not in HELPERS:
+            components.setdefault(component, []).append(name.removesuffix(".py"))
+    ordered = list(components.items())
+    starts = [place for place, (component, _) in enumerate(ordered) if component == "proxies/server"]
     # What the process did last for the request before stands first.
     return ordered[starts[0] :] + ordered[: starts[0]] if starts else ordered
 
 
 def request_picture() -> str:
-    """Draw the rooms that a warm GET enters when the replica is in another process."""
-    processes = [rooms_of(process) for process in case_of("hop")]
+    """Draw the components that a warm GET enters when the replica is in another process."""
+    processes = [components_of(process) for process in case_of("hop")]
     processes = sorted((each for each in processes if each), key=lambda each: each[0][0] != "proxies/server")
     parts, bottom = [], 0.0
     titles = ("the proxy's process", "the replica's process")
-    for number, (title, rooms) in enumerate(zip(titles, processes, strict=True)):
+    for number, (title, components) in enumerate(zip(titles, processes, strict=True)):
         x = MARGIN + number * (COLUMN + MARGIN)
         parts.append(text(x, MARGIN + 4, title, 'font-weight="bold" font-size="14"'))
-        for place, (room, modules) in enumerate(rooms):
+        for place, (component, modules) in enumerate(components):
             y = MARGIN + 20 + place * (ROW + 14)
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{COLUMN}" height="{ROW}" rx="6" fill="none" stroke="{BLUE}"/>'
             )
-            parts.append(text(x + 10, y + 18, f"{room}: {ROOMS.get(room, '')}", 'font-weight="bold"'))
+            parts.append(
+                text(x + 10, y + 18, f"{component}: {COMPONENTS.get(component, '')}", 'font-weight="bold"')
+            )
             parts.append(text(x + 10, y + 35, ", ".join(modules), 'font-size="10"'))
             if place:
                 parts.append(

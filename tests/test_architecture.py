@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import draw_architecture  # noqa: E402
-from rooms import Plan, packages, read_inside, read_plan  # noqa: E402
+from components import Plan, packages, read_inside, read_plan  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def plan() -> Plan:
 def test_the_plan_is_within_its_size_limits(plan: Plan) -> None:
     assert {"client", "control", "data", "proxies", "cluster"} <= set(plan.imports)
     assert len(plan.imports) <= 30
-    assert max(plan.floors().values()) + 1 <= 9
+    assert max(plan.layers().values()) + 1 <= 9
     assert len(plan.arrows()) <= 130
 
 
@@ -32,7 +32,7 @@ def test_the_plan_is_within_its_size_limits(plan: Plan) -> None:
 def test_the_inside_of_each_package_is_within_its_size_limits(package: str) -> None:
     inside = read_inside(package)
     assert len(inside.imports) <= 16
-    assert max(inside.floors().values()) + 1 <= 10
+    assert max(inside.layers().values()) + 1 <= 10
     assert len(inside.arrows()) <= 60
 
 
@@ -52,19 +52,19 @@ def test_the_map_names_every_room_and_only_existing_files(plan: Plan) -> None:
     ]
     missing = [each for each in paths if not any(path.endswith(f"/{each}") for path in found)]
     assert missing == []
-    table = text.split("| room |")[1].split("\n\n")[0]
-    rooms = {Path(each).stem for each in re.findall(r"`([a-z_/.]+)`", table)}
-    assert set(plan.imports) - rooms == {"__init__", "__main__", "_version"}
+    table = text.split("| component |")[1].split("\n\n")[0]
+    components = {Path(each).stem for each in re.findall(r"`([a-z_/.]+)`", table)}
+    assert set(plan.imports) - components == {"__init__", "__main__", "_version"}
 
 
 def test_a_cycle_of_rooms_raises() -> None:
     plan = Plan({"a": frozenset({"b"}), "b": frozenset({"a"}), "c": frozenset()})
     with pytest.raises(ValueError, match="a, b"):
-        plan.floors()
+        plan.layers()
 
 
 def test_imports_implied_by_a_longer_path_are_not_drawn() -> None:
     plan = Plan({"a": frozenset({"b", "c"}), "b": frozenset({"c"}), "c": frozenset()})
-    assert plan.floors() == {"c": 0, "b": 1, "a": 2}
+    assert plan.layers() == {"c": 0, "b": 1, "a": 2}
     assert plan.arrows() == [("a", "b"), ("a", "c"), ("b", "c")]
     assert plan.direct() == [("a", "b"), ("b", "c")]

@@ -20,7 +20,7 @@ from tables import each_case
 ROOT = Path(__file__).parent.parent
 
 #: A module may import its own layer and layers with a smaller number. A separate rule keeps control and data
-#: apart, which share a number, and the other rooms of `STRANGERS`.
+#: apart, which share a number, and the other components of `INDEPENDENT`.
 LAYERS: Mapping[str, int] = {
     "values": 0,
     "autoscaling": 1,
@@ -33,7 +33,7 @@ LAYERS: Mapping[str, int] = {
     "edge": 5,
 }
 #: The folders of daskserve/, each with its layer.
-ROOMS: Mapping[str, str] = {
+COMPONENTS: Mapping[str, str] = {
     "common": "values",
     "options": "values",
     "telemetry": "values",
@@ -70,19 +70,19 @@ EDGE_MODULES = frozenset(
         "testing",
     }
 )
-#: Pairs of rooms that never import each other: they exchange values, like two programs.
-STRANGERS: Sequence[tuple[str, str]] = (
+#: Pairs of components that never import each other: they exchange values, like two programs.
+INDEPENDENT: Sequence[tuple[str, str]] = (
     ("daskserve.control", "daskserve.data"),
     ("daskserve.data.caller", "daskserve.data.replica"),
     ("daskserve.simulation", "daskserve.control"),
     ("daskserve.simulation", "daskserve.cluster"),
 )
-#: What the rooms that carry requests may import of daskserve.cluster: its protocols, and these two.
+#: What the components that carry requests may import of daskserve.cluster: its protocols, and these two.
 SEAM = frozenset(
     {
         "daskserve.cluster.protocols.base",
         # An unpickled handle has no link, so it must find the link of its process.
-        "daskserve.cluster.worker.present",
+        "daskserve.cluster.worker.current",
         # An isolated replica is no actor: it runs in a child process of the actor.
         "daskserve.cluster.worker.child",
         "daskserve.cluster.worker.child_view",
@@ -177,8 +177,8 @@ def layer_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] != FACADE or len(parts) == 1:
         return None
-    if parts[1] in ROOMS:
-        return ROOMS[parts[1]]
+    if parts[1] in COMPONENTS:
+        return COMPONENTS[parts[1]]
     if len(parts) > 2:
         return None
     return "edge" if parts[1] in EDGE_MODULES else "values"
@@ -196,7 +196,7 @@ def modules_without_a_layer(tree: Tree) -> list[str]:
 
 
 def _is_new_package(module: Module) -> bool:
-    return module.is_package and module.name.split(".")[1] not in ROOMS
+    return module.is_package and module.name.split(".")[1] not in COMPONENTS
 
 
 def imports_to_the_right(tree: Tree) -> list[str]:
@@ -212,7 +212,7 @@ def imports_between_strangers(tree: Tree) -> list[str]:
     return [
         f"{each.where}: {each.importer} imports {each.target}"
         for each in imports(tree)
-        for one, other in STRANGERS
+        for one, other in INDEPENDENT
         if (_is_in(each.importer, one) and _is_in(each.target, other))
         or (_is_in(each.importer, other) and _is_in(each.target, one))
     ]

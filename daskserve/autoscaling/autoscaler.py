@@ -193,7 +193,7 @@ class Autoscaler:
         current : int
             The number of running replicas.
         target : int
-            The present target number of replicas, set by the autoscaler or by a user.
+            The current target number of replicas, set by the autoscaler or by a user.
         queries : mapping
             Values of PromQL expressions by name.
         bounds : Bounds
@@ -253,10 +253,10 @@ class Autoscaler:
         return self._settled(context, decision)
 
     def _settled(self, context: AutoscalingContext, decision: Decision) -> ScalingStep:
-        present = context.target_num_replicas
+        target = context.target_num_replicas
         bounds = context.bounds or self._bounds
         wanted, why = self._bounded(context, decision, bounds)
-        if not bounds.allows(present):
+        if not bounds.allows(target):
             self._delays.reset()
             replicas, wait = wanted, ""
         else:
@@ -264,12 +264,10 @@ class Autoscaler:
         reason = "; ".join(part for part in (decision.reason, why, wait) if part)
         if self.config.dry_run:
             would = (
-                f"would go from {present} to {replicas}"
-                if replicas != present
-                else f"would stay at {present}"
+                f"would go from {target} to {replicas}" if replicas != target else f"would stay at {target}"
             )
-            return ScalingStep(present, wanted, f"dry run, {would}: {reason}")
-        if replicas != present:
+            return ScalingStep(target, wanted, f"dry run, {would}: {reason}")
+        if replicas != target:
             self._follow_target(replicas, context.current_time)
         return ScalingStep(replicas, wanted, reason)
 

@@ -77,7 +77,7 @@ class AutoscalingContext:
     wall_time : float
         Time in seconds since the epoch, for schedules.
     current_num_replicas, target_num_replicas : int
-        The number of running replicas, and the present target.
+        The number of running replicas, and the current target.
     samples : sequence of Sample
         The samples of the look-back period, oldest first. Samples from before the last change of the target
         are dropped.
@@ -153,12 +153,12 @@ class AutoscalingContext:
 
     @property
     def min_replicas(self) -> int:
-        """Minimum number of replicas at the present target capacity of the instance."""
+        """Minimum number of replicas at the current target capacity of the instance."""
         return (self.bounds or self.config.bounds()).least
 
     @property
     def max_replicas(self) -> int:
-        """Maximum number of replicas at the present target capacity of the instance."""
+        """Maximum number of replicas at the current target capacity of the instance."""
         return (self.bounds or self.config.bounds()).most
 
     @property
@@ -174,7 +174,7 @@ class AutoscalingContext:
     def whole_replicas(
         self, load: float, *, hysteresis: float | None = None, uncertainty: float = 0.0
     ) -> int:
-        """Round ``load`` to a whole number of replicas; return the present target if it is close enough.
+        """Round ``load`` to a whole number of replicas; return the current target if it is close enough.
 
         Without this tolerance, a load that varies around a whole number would alternately add and remove a
         replica. The config's smoothing factors are applied as well.
@@ -184,7 +184,7 @@ class AutoscalingContext:
         load : float
             The load divided by its target per replica.
         hysteresis : float, optional
-            The share by which the load may differ from the present target; None for the config's.
+            The share by which the load may differ from the current target; None for the config's.
         uncertainty : float
             The error of the load, in replicas, which widens the tolerance.
         """

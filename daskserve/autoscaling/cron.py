@@ -15,13 +15,13 @@ FIELDS = "minute, hour, day of month, month, weekday"
 
 
 @dataclass(frozen=True, slots=True)
-class CronLine:
+class CronExpression:
     """One cron expression."""
 
     text: str
 
     @classmethod
-    def parse(cls, text: str) -> CronLine:
+    def parse(cls, text: str) -> CronExpression:
         """Return the expression in ``text``, such as ``"30 8 * * mon-fri"``.
 
         Raises

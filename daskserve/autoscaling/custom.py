@@ -132,13 +132,13 @@ def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
         raise ValueError(f"across is {across!r}; give one of {', '.join(ACROSS)}")
 
     def decide(context: AutoscalingContext) -> Decision:
-        present, running = context.target_num_replicas, context.current_num_replicas
+        current, running = context.target_num_replicas, context.current_num_replicas
         values = context.aggregated_metrics.get(metric, {})
         if not values:
             others = ", ".join(sorted(context.aggregated_metrics))
             known = f"; they report {others}" if others else ""
             none = f"none of {counted(running, 'replica')} reports {metric}{known}"
-            return Decision(present, f"{none}, so {present} stay")
+            return Decision(current, f"{none}, so {current} stay")
         value = max(0.0, ACROSS[across](values.values()))
         wanted = context.whole_replicas(value / target)
         reason = (
@@ -146,10 +146,10 @@ def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
             f"{shown(target)} per replica wanted"
         )
         missing = running - len(values)
-        if missing > 0 and wanted < present:
+        if missing > 0 and wanted < current:
             # The values that are missing may be the largest.
-            wanted = present
-            reason = f"{reason}; {missing} report nothing, so not fewer than {present}"
+            wanted = current
+            reason = f"{reason}; {missing} report nothing, so not fewer than {current}"
         return Decision(wanted, f"{reason}: {wanted}")
 
     return decide

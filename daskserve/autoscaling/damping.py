@@ -78,27 +78,27 @@ class Delays:
         self, context: AutoscalingContext, wanted: int, damping: Damping, *, is_urgent: bool
     ) -> tuple[int, str]:
         """Return the new target, and the reason if it is not ``wanted`` yet."""
-        now, present = context.current_time, context.target_num_replicas
+        now, current = context.current_time, context.target_num_replicas
         self._remember(now, wanted, damping.look_back_period_s)
-        if wanted == present:
+        if wanted == current:
             self.reset()
-            return present, ""
-        if present == 0 or (context.is_waking and wanted > present):
+            return current, ""
+        if current == 0 or (context.is_waking and wanted > current):
             return wanted, ""
-        if wanted > present:
+        if wanted > current:
             self.down_since = None
             if self.up_since is None:
                 self.up_since = now
-            return self._up(now - self.up_since, present, wanted, damping, is_urgent)
+            return self._up(now - self.up_since, current, wanted, damping, is_urgent)
         self.up_since = None
         if self.down_since is None:
             self.down_since = now
-        if present == damping.multiple_of:
+        if current == damping.multiple_of:
             return self._to_zero(context, damping)
         zero_delay_s = damping.zero_delay_s
         if wanted == 0 and zero_delay_s < damping.downscale_delay_s and context.is_idle_for(zero_delay_s):
             return damping.multiple_of, f"{damping.multiple_of} first"
-        return self._down(now - self.down_since, present, wanted, damping)
+        return self._down(now - self.down_since, current, wanted, damping)
 
     def _remember(self, now: float, wanted: int, period_s: float) -> None:
         # Only the maximum is read, so a number replaces all smaller ones before it.
@@ -109,45 +109,45 @@ class Delays:
             self.wanted.popleft()
 
     def _up(
-        self, waited_s: float, present: int, wanted: int, damping: Damping, is_urgent: bool
+        self, waited_s: float, current: int, wanted: int, damping: Damping, is_urgent: bool
     ) -> tuple[int, str]:
         delay_s = damping.upscale_delay_s
         if not is_urgent and waited_s < delay_s - TOLERANCE_S:
             return (
-                present,
-                f"waiting {waited_s:.0f} of {shown(delay_s)} s before going up from {present}",
+                current,
+                f"waiting {waited_s:.0f} of {shown(delay_s)} s before going up from {current}",
             )
         if damping.max_upscale_factor is not None:
             unit = damping.multiple_of
-            groups = math.floor(present * damping.max_upscale_factor / unit + ROUNDING)
-            most = max(present + unit, groups * unit)
+            groups = math.floor(current * damping.max_upscale_factor / unit + ROUNDING)
+            most = max(current + unit, groups * unit)
             if wanted > most:
                 return (
                     most,
-                    f"{most} for now, at most {shown(damping.max_upscale_factor)} times {present} in a step",
+                    f"{most} for now, at most {shown(damping.max_upscale_factor)} times {current} in a step",
                 )
         return wanted, ""
 
-    def _down(self, waited_s: float, present: int, wanted: int, damping: Damping) -> tuple[int, str]:
+    def _down(self, waited_s: float, current: int, wanted: int, damping: Damping) -> tuple[int, str]:
         delay_s, unit = damping.downscale_delay_s, damping.multiple_of
         if waited_s < delay_s - TOLERANCE_S:
             return (
-                present,
-                f"waiting {waited_s:.0f} of {shown(delay_s)} s before going down from {present}",
+                current,
+                f"waiting {waited_s:.0f} of {shown(delay_s)} s before going down from {current}",
             )
         least, why = max(wanted, unit), ""
         if least > wanted:
             why = f"{unit} first"
         if damping.settles and self.wanted[0][1] > least:
-            least = min(present, -(-self.wanted[0][1] // unit) * unit)
+            least = min(current, -(-self.wanted[0][1] // unit) * unit)
             why = f"{least} for now, the most wanted in the last {shown(damping.look_back_period_s)} s"
         if damping.max_downscale_factor is not None:
-            groups = math.ceil(present / damping.max_downscale_factor / unit - ROUNDING)
-            slow = min(present - unit, groups * unit)
+            groups = math.ceil(current / damping.max_downscale_factor / unit - ROUNDING)
+            slow = min(current - unit, groups * unit)
             if slow > least:
                 least, why = (
                     slow,
-                    f"{slow} for now, at least {present} / {shown(damping.max_downscale_factor)}",
+                    f"{slow} for now, at least {current} / {shown(damping.max_downscale_factor)}",
                 )
         return least, why
 

@@ -42,28 +42,28 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
         raise ValueError(f"quantile is {quantile!r}; give a share between 0 and 1, such as 0.95")
 
     def decide(context: AutoscalingContext) -> Decision:
-        present = context.target_num_replicas
-        if present == 0:
+        current = context.target_num_replicas
+        if current == 0:
             waiting = context.samples[-1].queued if context.samples else 0
             return Decision(1 if waiting > 0 else 0, f"{shown(waiting)} requests wait", context.state)
         if not context.samples:
-            return Decision(present, "no metrics yet since the last change", context.state)
+            return Decision(current, "no metrics yet since the last change", context.state)
         if context.may_go_to_zero:  # even if the mean still contains earlier requests
             return Decision(0, f"no requests for {shown(context.config.zero_delay_s)} s: 0", context.state)
         rate = sum([each.rate for each in context.samples]) / len(context.samples)
         taken_s = _latency(context, rate, quantile, objective_s)
         if taken_s is None:
-            return Decision(present, "no latencies were measured, so nothing changes", context.state)
+            return Decision(current, "no latencies were measured, so nothing changes", context.state)
         known = {
             name: pair for name, pair in context.state.items() if pair[1] > context.current_time - MEMORY_S
         }
         text = f"p{shown(100 * quantile)} is {shown(taken_s)} s, {shown(objective_s)} s wanted"
-        if context.current_num_replicas < present:
-            return Decision(present, f"{text}; waiting for {present} to run", known)
+        if context.current_num_replicas < current:
+            return Decision(current, f"{text}; waiting for {current} to run", known)
         if taken_s > objective_s:
             return _more(context, rate, taken_s / objective_s, text, known)
         if taken_s > COMFORT * objective_s:
-            return Decision(present, f"{text}: {present} is right", known)
+            return Decision(current, f"{text}: {current} is right", known)
         return _fewer(context, rate, text, known)
 
     return decide
@@ -97,18 +97,18 @@ def _latency(context: AutoscalingContext, rate: float, quantile: float, objectiv
 def _more(
     context: AutoscalingContext, rate: float, ratio: float, text: str, known: Mapping[str, Any]
 ) -> Decision:
-    present, each_carried = context.target_num_replicas, rate / context.current_num_replicas
+    current, each_carried = context.target_num_replicas, rate / context.current_num_replicas
     bad = min(each_carried, known.get("bad", (math.inf,))[0])
     state = {**known, "bad": (bad, context.current_time)} if each_carried > 0 else dict(known)
     if "good" in state and state["good"][0] >= bad > 0:
         del state["good"]
-    wanted = max(present + 1, math.ceil(present * min(MOST_AT_ONCE, ratio) - ROUNDING))
+    wanted = max(current + 1, math.ceil(current * min(MOST_AT_ONCE, ratio) - ROUNDING))
     is_urgent = ratio >= MOST_AT_ONCE and context.config.burst_s > 0
     return Decision(wanted, f"{text}: {wanted}", state, is_urgent)
 
 
 def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[str, Any]) -> Decision:
-    present = context.target_num_replicas
+    current = context.target_num_replicas
     if rate <= 0:
         return Decision(0, f"{text}, and no requests arrive: 0", known)
     carried = rate / context.current_num_replicas
@@ -116,12 +116,12 @@ def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[s
     state = {**known, "good": (good, context.current_time)}
     wanted = math.ceil(rate / good - ROUNDING)
     if "bad" in known:
-        # The geometric mean of the present rate and the "bad" rate.
+        # The geometric mean of the current rate and the "bad" rate.
         most = MARGIN * known["bad"][0]
         wanted = max(
             min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING)
         )
-    elif wanted >= present:
-        wanted = present - max(1, math.floor(TRIED * present))
-    wanted = max(1, min(present, wanted))
+    elif wanted >= current:
+        wanted = current - max(1, math.floor(TRIED * current))
+    wanted = max(1, min(current, wanted))
     return Decision(wanted, f"{text}: {wanted}", state)

@@ -36,7 +36,7 @@ def promql(targets: Mapping[str, float]) -> Policy:
         if unknown:
             known = ", ".join(sorted(context.config.prometheus_queries)) or "none"
             raise ValueError(f"prometheus_queries has no query {unknown[0]!r}; it has: {known}")
-        present = context.target_num_replicas
+        current = context.target_num_replicas
         most, parts = 0, []
         missing = sorted(set(targets) - set(context.queries))
         for name, target in targets.items():
@@ -48,8 +48,8 @@ def promql(targets: Mapping[str, float]) -> Policy:
                 missing.append(name)
         if missing:
             # An unknown value may be the one that needs the most replicas, so do not scale down.
-            most = max(most, present)
-            parts.append(f"no fresh value of {', '.join(missing)}, so not fewer than {present}")
+            most = max(most, current)
+            parts.append(f"no fresh value of {', '.join(missing)}, so not fewer than {current}")
         return Decision(most, f"{'; '.join(parts)}: {most}")
 
     return decide

@@ -22,10 +22,10 @@ def queue(
     name = QueueOptions(broker_url, queue_name, rabbitmq_management_url, poll_interval_s).queue_name
 
     def decide(context: AutoscalingContext) -> Decision:
-        present, target = context.target_num_replicas, context.config.target_ongoing_requests
+        current, target = context.target_num_replicas, context.config.target_ongoing_requests
         if not context.samples:
-            return Decision(present, "no metrics yet")
-        samples = context.samples[-1:] if present == 0 or context.is_waking else context.samples
+            return Decision(current, "no metrics yet")
+        samples = context.samples[-1:] if current == 0 or context.is_waking else context.samples
         aggregate = AGGREGATIONS[context.config.aggregation_function]
         requests = aggregate(each.ongoing + each.queued for each in samples)
         backlog = samples[-1].backlog
@@ -33,10 +33,10 @@ def queue(
         load = f"{requests:.1f} requests ongoing or queued"
         if backlog is None:
             # A queue of unknown length may be long.
-            wanted = max(present, wanted)
+            wanted = max(current, wanted)
             return Decision(
                 wanted,
-                f"the length of queue {name!r} is unknown, so not fewer than {present}; {load}: {wanted}",
+                f"the length of queue {name!r} is unknown, so not fewer than {current}; {load}: {wanted}",
             )
         return Decision(
             wanted,

@@ -9,7 +9,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
-from daskserve.autoscaling.cron import CronLine
+from daskserve.autoscaling.cron import CronExpression
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.formatting import as_whole
 
@@ -20,7 +20,7 @@ BOUNDS = ("min_replicas", "max_replicas")
 class ScheduleEntry:
     """The bounds that apply from the times of one cron expression until the time of another one."""
 
-    line: CronLine
+    line: CronExpression
     least: int
     most: int | None
 
@@ -88,7 +88,7 @@ def _in_force(entries: list[ScheduleEntry], local: datetime) -> ScheduleEntry:
 
 
 def _entry(text: str, value: Any) -> ScheduleEntry:
-    line = CronLine.parse(text)
+    line = CronExpression.parse(text)
     if isinstance(value, Mapping):
         unknown = sorted(set(value) - set(BOUNDS))
         if unknown or not value:

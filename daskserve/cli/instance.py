@@ -14,7 +14,7 @@ import dask.config
 from daskserve.cli.output import CommandError, ExitCode, errors_as_messages
 from daskserve.client.client import Client
 from daskserve.client.definitions.specs import check_name
-from daskserve.client.functions.finding import connect, unanswered
+from daskserve.client.functions.discovery import connect, unanswered
 from daskserve.common.types import name_in
 from daskserve.errors import ServeError, UnavailableError
 

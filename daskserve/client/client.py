@@ -14,9 +14,9 @@ from html import escape
 from typing import Any, Self, TypeVar
 
 from daskserve.client.classic_handles import classic_handle
-from daskserve.client.ending.leaving import leave_instance
-from daskserve.client.ending.serve_forever import serve_until_ended
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.serving.leaving import leave_instance
+from daskserve.client.serving.serve_forever import serve_until_ended
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method

@@ -244,15 +244,15 @@ def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[Worker
         if is_lost and not is_surviving:
             is_surviving = True
             try:
-                fate = await survive()
+                outcome = await survive()
             except Exception:
                 await original(timeout, executor_wait, False, reason)
                 raise
             finally:
                 is_surviving = False
-            if fate is WorkerOutcome.STAYS:
+            if outcome is WorkerOutcome.STAYS:
                 return None
-            if fate is WorkerOutcome.RESTARTS:
+            if outcome is WorkerOutcome.RESTARTS:
                 executor_wait = nanny = False  # code in its threads may run for a long time
         return await original(timeout, executor_wait, nanny, reason)
 

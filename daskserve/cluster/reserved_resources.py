@@ -5,8 +5,8 @@ belong to a replica as to an idle one. Choice: the scheduler counts only a part 
 
 - its declared resources, without those of the replicas: a task that asks for more waits, or goes elsewhere;
 - its threads, without those of the replicas, but at least one, which Dask's own arithmetic needs;
-- a worker without a thread left stands aside: it gets the tasks that only it may run, and all others only
-  while every running worker is set aside.
+- a worker without a thread left is cordoned: it gets the tasks that only it may run, and all others only
+  while every running worker is cordoned.
 
 For the last point, three decisions of the scheduler are replaced while instances run. Nothing changes in the
 workers, so a worker that rejoins, or another scheduler, starts with all of the worker's resources. In the
@@ -52,8 +52,8 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 CPU = "CPU"
 #: Tolerance for rounding errors of sums.
 TOLERANCE = 1e-9
-#: Added to the estimated start time of a task on a worker that is set aside, in seconds.
-ASIDE_S = 1e9
+#: Added to the estimated start time of a task on a worker that is cordoned, in seconds.
+CORDONED_S = 1e9
 #: How long changes of the resources that tasks hold are collected before an announcement, in seconds.
 GATHER_S = 0.1
 
@@ -68,13 +68,13 @@ class Offer:
 
     Attributes
     ----------
-    is_aside : bool
+    is_cordoned : bool
         Whether replicas occupy all of its threads.
     """
 
     threads: int
     resources: Amounts = field(default_factory=dict)
-    is_aside: bool = False
+    is_cordoned: bool = False
 
     def without(self, occupied: Amounts) -> Offer:
         """Return the remainder after replicas occupy these amounts."""
@@ -86,7 +86,7 @@ class Offer:
         wanted = 0 if CPU in self.resources else math.floor(occupied.get(CPU, 0) + TOLERANCE)
         if not wanted:
             return Offer(self.threads, left)
-        return Offer(max(1, self.threads - wanted), left, is_aside=wanted >= self.threads)
+        return Offer(max(1, self.threads - wanted), left, is_cordoned=wanted >= self.threads)
 
 
 def _rounded(amount: float) -> float:
@@ -131,8 +131,8 @@ class ReservedResources(SchedulerPlugin):
         self._announce = announce
         self._reports: dict[InstanceName, UsageReport] = {}
         self._changed: dict[WorkerAddress, _Changed] = {}
-        #: The workers that get no tasks; empty if all of them are set aside.
-        self._aside: frozenset[WorkerState] = frozenset()
+        #: The workers that get no tasks; empty if all of them are cordoned.
+        self._cordoned: frozenset[WorkerState] = frozenset()
         self._originals: dict[str, Callable[..., Any]] = {}
         #: The amounts that tasks hold on each worker, as last announced.
         self._announced: dict[WorkerAddress, Amounts] = {}
@@ -209,7 +209,7 @@ class ReservedResources(SchedulerPlugin):
         self._apply([])
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Decide again which workers are set aside, after one was paused or resumed."""
+        """Decide again which workers are cordoned, after one was paused or resumed."""
         if isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
             # Dask logs the event before it updates its state of the worker.
             asyncio.get_running_loop().call_soon(self._apply, ())
@@ -235,18 +235,18 @@ class ReservedResources(SchedulerPlugin):
     # ---- the scheduler's counts
 
     def _apply(self, workers: Sequence[WorkerAddress]) -> None:
-        """Update the scheduler's counts for some workers, and decide which ones are set aside."""
+        """Update the scheduler's counts for some workers, and decide which ones are cordoned."""
         scheduler = self._scheduler
         changed = []
         for address in dict.fromkeys(workers):
             worker = scheduler.workers.get(address)
             if worker is not None and self._count_left(worker):
                 changed.append(worker)
-        aside = {each.worker for each in self._changed.values() if each.left.is_aside}
-        if all(worker in aside for worker in scheduler.running):
-            aside = set()
-        changed += [worker for worker in aside ^ self._aside if worker not in changed]
-        self._aside = frozenset(aside)
+        cordoned = {each.worker for each in self._changed.values() if each.left.is_cordoned}
+        if all(worker in cordoned for worker in scheduler.running):
+            cordoned = set()
+        changed += [worker for worker in cordoned ^ self._cordoned if worker not in changed]
+        self._cordoned = frozenset(cordoned)
         for worker in changed:
             if scheduler.workers.get(worker.address) is worker:
                 self._wake(worker)
@@ -257,9 +257,9 @@ class ReservedResources(SchedulerPlugin):
         declared, reports = self.declared(worker), self._reports.values()
         unclaimed = declared.without(_total(each.occupied.get(worker.address, {}) for each in reports))
         claimed = _total(each.claimed.get(worker.address, {}) for each in reports)
-        left = Offer(unclaimed.threads, unclaimed.without(claimed).resources, unclaimed.is_aside)
+        left = Offer(unclaimed.threads, unclaimed.without(claimed).resources, unclaimed.is_cordoned)
         known = self._changed.get(worker.address)
-        before = Offer(worker.nthreads, dict(worker.resources), known is not None and known.left.is_aside)
+        before = Offer(worker.nthreads, dict(worker.resources), known is not None and known.left.is_cordoned)
         if left == declared:
             self._changed.pop(worker.address, None)
         else:
@@ -314,7 +314,7 @@ class ReservedResources(SchedulerPlugin):
     def check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
         """Record whether a worker may get tasks from the scheduler's queue, or from other workers."""
         self._originals["check_idle_saturated"](ws, occ)
-        if ws in self._aside:
+        if ws in self._cordoned:
             self._scheduler.idle_task_count.discard(ws)
             if not self._scheduler.validate:  # validation requires that workers without tasks are idle
                 self._scheduler.idle.pop(ws.address, None)
@@ -322,13 +322,13 @@ class ReservedResources(SchedulerPlugin):
     def valid_workers(self, ts: Any) -> set[WorkerState] | None:
         """Return the workers that may run a task; None for all."""
         found: set[WorkerState] | None = self._originals["valid_workers"](ts)
-        if found is None and self._aside:
-            return (self._scheduler.running - self._aside) or None
+        if found is None and self._cordoned:
+            return (self._scheduler.running - self._cordoned) or None
         return found
 
     def worker_objective(self, ts: Any, ws: WorkerState) -> tuple[Any, ...]:
         """Return the key by which the scheduler chooses among workers, the smallest first."""
         found: tuple[Any, ...] = self._originals["worker_objective"](ts, ws)
-        if ws not in self._aside or ts.actor:
+        if ws not in self._cordoned or ts.actor:
             return found
-        return (found[0] + ASIDE_S, *found[1:])
+        return (found[0] + CORDONED_S, *found[1:])

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
+from daskserve.cluster.protocols.tasks import TaskQueueHost
 from daskserve.cluster.store.errors import without_password
 from daskserve.cluster.store.opening import is_in_memory
 from daskserve.cluster.store.thread import BlockingCalls
@@ -33,16 +34,6 @@ HOSTED = "daskserve.data.tasks.queues.hosted:HostedQueues"
 SUFFIXES = ("", "-wal", "-shm")
 #: The calls that may add tasks.
 _ADDING = frozenset({"add", "write"})
-
-
-class Hosted(Protocol):
-    """Queues of tasks in a file; any thread may call the methods, one at a time."""
-
-    def answer(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of the queues with plain values."""
-
-    def close(self) -> None:
-        """Close the file."""
 
 
 class _Wait:
@@ -70,7 +61,7 @@ class InstanceTaskQueues:
         self._url, self._instance = url, instance
         self._start_id = start_id or uuid.uuid4().hex
         self._calls = BlockingCalls(url, instance)
-        self._hosted: Hosted | None = None
+        self._hosted: TaskQueueHost | None = None
         self._waits: dict[str, _Wait] = {}
 
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:

@@ -24,7 +24,7 @@ stopwatch = time.perf_counter
 time_of_day = time.time
 #: Nanoseconds since the epoch, for spans.
 wall_ns = time.time_ns
-#: Seconds that the present thread has spent on a processor.
+#: Seconds that the current thread has spent on a processor.
 processor_time = time.thread_time
 
 

@@ -68,7 +68,7 @@ class OpenSocket(NamedTuple):
     abort: Callable[[], None]
 
 
-class SocketPlace(Protocol):
+class SocketReceiver(Protocol):
     """The event loop of user code, to which the connection of a WebSocket can move."""
 
     loop: asyncio.AbstractEventLoop
@@ -86,8 +86,8 @@ class SocketPlace(Protocol):
         """Record that the connection has ended; called on `loop`."""
 
 
-#: The key of a ``websocket.accept`` whose value is the `SocketPlace` of user code in the proxy's process.
-SOCKET_PLACE = "daskserve.place"
+#: The key of a ``websocket.accept`` whose value is the `SocketReceiver` of user code in the proxy's process.
+SOCKET_RECEIVER = "daskserve.place"
 
 #: The name under which ``serve.start(detached=True)`` is found by ``serve.connect()``.
 DEFAULT_INSTANCE: InstanceName = "daskserve"
@@ -485,7 +485,7 @@ class ActorRequest(Protocol):
         """
 
     def respond(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Respond to the request in the present task; cancelling the task cancels the request."""
+        """Respond to the request in the current task; cancelling the task cancels the request."""
 
 
 #: Called once at the end of a request that was started, with the answer, if there is one, and the actor's

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from daskserve.config_file.hiding import HIDING
+from daskserve.config_file.masking import HIDING
 from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.places import Path
 from daskserve.errors import ConfigFileError

@@ -36,9 +36,8 @@ def parse_yaml(text: str, faults: Faults) -> Document:
     try:
         nodes = list(yaml.compose_all(text, Loader=loader))
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
         around = f" {error.context}" if error.context else ""
-        faults.add(_place(mark) if mark else Place(1, 1), f"this is not YAML: {error.problem}{around}")
+        faults.add(_place(error.problem_mark), f"this is not YAML: {error.problem}{around}")
         return building.document
     except yaml.YAMLError as error:
         faults.add(Place(1, 1), f"this is not YAML: {error}")

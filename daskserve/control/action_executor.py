@@ -27,7 +27,7 @@ from daskserve.control.records.model_decisions import at_start
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.two_versions import record_of
+from daskserve.control.records.version_split import record_of
 from daskserve.errors import (
     ActorLostError,
     CodeLoadError,
@@ -60,7 +60,7 @@ class ActionExecutor:
         The same as those of the loop; needed to record a proxy's port once it is known.
     proxy_start
         Returns the start message of a proxy.
-    poke
+    enqueue
         Wakes the loop for some backends, or (None) for everything.
     announce
         Publishes backends to routers after a change that is not in their records.
@@ -76,7 +76,7 @@ class ActionExecutor:
         commit: Commit,
         lock: AbstractAsyncContextManager[Any],
         proxy_start: Callable[[ProxyRecord], ProxyStart],
-        poke: Callable[[Iterable[str] | None], None],
+        enqueue: Callable[[Iterable[str] | None], None],
         announce: Callable[[Iterable[str]], object],
         debug: bool,
         tracing: Mapping[str, Any],
@@ -89,17 +89,17 @@ class ActionExecutor:
         self._commit = commit
         self._lock = lock
         self._proxy_start = proxy_start
-        self._poke = poke
+        self._enqueue = enqueue
         self.announce = announce
         self._debug = debug
         self._logging = logging_config
         self._tracing = tracing
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._told: UsageReport | None = None
+        self._reported: UsageReport | None = None
 
-    def tell_scheduler(self, epoch: int, report: UsageReport) -> None:
+    def report_usage(self, epoch: int, report: UsageReport) -> None:
         """Report the resources that the instance uses, if they have changed; retry on failure."""
-        if report != self._told:
+        if report != self._reported:
             self._spawn("report", "", self._tell_scheduler(epoch, report), "")
 
     async def _tell_scheduler(self, epoch: int, report: UsageReport) -> None:
@@ -109,7 +109,7 @@ class ActionExecutor:
             logger.warning("The report to the scheduler failed and is retried: %s", error)
             await self._clock.sleep(ACTION_RETRY_S)
         else:
-            self._told = report
+            self._reported = report
 
     def act(self, action: StartReplica | StopReplica | ReconfigureReplica) -> None:
         """Begin an action on a replica."""
@@ -151,7 +151,7 @@ class ActionExecutor:
                 logger.error("Acting on %s failed", name, exc_info=task.exception())
             if backend and name not in self._state.replicas:
                 self._observed.forget_replica(name)  # its worker was lost while the action ran
-            self._poke(None if backend is None else [backend])
+            self._enqueue(None if backend is None else [backend])
 
         task = asyncio.create_task(coroutine, name=f"daskserve-{kind}-{name}")
         self._tasks[key] = task
@@ -166,7 +166,7 @@ class ActionExecutor:
             spec = self._replica_spec(replica)
         except (CodeLoadError, InstanceError) as error:
             self._observed.failed[replica.tag] = error
-            self._poke([replica.backend])
+            self._enqueue([replica.backend])
             return
         self._spawn("start", replica.tag, self._start_replica(replica, spec), replica.backend)
 

@@ -178,7 +178,7 @@ class ReadingVerbs:
         return {
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
-            "owns_store": self._core.cluster.store.hold.is_ours,
+            "owns_store": self._core.cluster.store.ownership.is_ours,
             "actors": views.actors(state, observed, self._core.cluster.instance, self._core.process),
             "backends": {
                 tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
@@ -217,7 +217,7 @@ class ReadingVerbs:
         return {
             "epoch": self._core.epoch,
             **self._core.process,
-            "owns_store": self._core.cluster.store.hold.is_ours,
+            "owns_store": self._core.cluster.store.ownership.is_ours,
             "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
             **controller_health(self._core.loop.metrics, self._core.state, clock.wall()),
         }
@@ -283,12 +283,12 @@ class ReadingVerbs:
             self._core.observed.live.router(router, live, self._core.clock.now())
         self._core.observed.loads.report(router, loads, self._core.clock.now())
         self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
-        await self._note_troubles(router, troubles or {})
+        await self._note_router_errors(router, troubles or {})
 
-    async def _note_troubles(self, router: str, troubles: Mapping[str, str]) -> None:
+    async def _note_router_errors(self, router: str, troubles: Mapping[str, str]) -> None:
         core = self._core
         known = {tag: text for tag, text in troubles.items() if tag in core.state.backends}
-        new = core.observed.router_troubles.report(router, known, core.clock.wall())
+        new = core.observed.router_errors.report(router, known, core.clock.wall())
         if new:
             async with core.writer:
                 await core.writer.note(core.history.of_routers({tag: known[tag] for tag in new}))
@@ -296,7 +296,7 @@ class ReadingVerbs:
     @verb
     async def note_loading(self, replicas: Sequence[str]) -> None:
         """Query replicas that are about to load multiplexed models, until they have loaded them."""
-        self._core.observed.multiplexed.look(replicas)
+        self._core.observed.multiplexed.on_loading(replicas)
 
     @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
@@ -333,8 +333,8 @@ class ReadingVerbs:
 
     @verb
     async def fetch(self, keys: Sequence[str]) -> dict[str, Any]:
-        return self._core.news.fetch(keys)
+        return self._core.long_poll.fetch(keys)
 
     @verb
     async def listen_for_change(self, snapshot_ids: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._core.news.listen_for_change(snapshot_ids)
+        return await self._core.long_poll.listen_for_change(snapshot_ids)

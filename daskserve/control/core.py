@@ -27,7 +27,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.action_executor import ActionExecutor
 from daskserve.control.backend.deaths import remembered
-from daskserve.control.backend.model_keeper import ModelKeeper
+from daskserve.control.backend.model_reconciler import ModelReconciler
 from daskserve.control.declared.building import Building
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
@@ -79,7 +79,7 @@ class ControllerCore:
         self.worker = context.worker
         self.start_message = ControllerStart.decode(context.spec.payload)
         self.http = HTTPOptions(**vars(self.start_message.http))
-        self.news = LongPollHost(self.epoch, self.cluster.publish, self.clock)
+        self.long_poll = LongPollHost(self.epoch, self.cluster.publish, self.clock)
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
@@ -109,10 +109,10 @@ class ControllerCore:
             self.writer,
             epoch=self.epoch,
             next_worker=reconciler.next_worker,
-            poke=reconciler.poke,
+            enqueue=reconciler.enqueue,
         )
         self.undoing.append(self.building.stop)
-        self.scaler = Scaler(self.state, self.observed, self.clock, reconciler.poke, self.cluster.tasks)
+        self.scaler = Scaler(self.state, self.observed, self.clock, reconciler.enqueue, self.cluster.tasks)
         self.undoing.append(await self.cluster.subscribe(self._on_message))
         await self._refresh_workers()
         self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())
@@ -122,12 +122,12 @@ class ControllerCore:
             self.clock,
             self.state,
             self.observed,
-            poke=reconciler.poke,
+            enqueue=reconciler.enqueue,
             announce=self._announce_levels,
             confirm_reign=self.confirm_reign,
             epoch=self.epoch,
         )
-        models = ModelKeeper(self.cluster, self.clock, self.state, self.observed, self.writer)
+        models = ModelReconciler(self.cluster, self.clock, self.state, self.observed, self.writer)
         queries = RolloutQueries(self.state, self.observed, self.clock)
         self.undoing += [watch.stop, models.stop]
         watching = self.spawn(watch.run(), "watch-workers")
@@ -175,7 +175,7 @@ class ControllerCore:
             commit=self.writer.note,
             lock=self.writer,
             proxy_start=self._proxy_start,
-            poke=lambda backends: self.loop.poke(backends),
+            enqueue=lambda backends: self.loop.enqueue(backends),
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
             logging_config=lambda: target_capacity.logging_of(self.state, self.start_message),
@@ -206,8 +206,8 @@ class ControllerCore:
         if not self._tasks or any(task.done() for task in self._tasks):
             return counts
         me = (self.cluster.instance,)
-        counts.append(("store_owned", me, int(self.cluster.store.hold.is_ours)))
-        counts.append(("long_poll_waiting_calls", me, self.news.waiting))
+        counts.append(("store_owned", me, int(self.cluster.store.ownership.is_ours)))
+        counts.append(("long_poll_waiting_calls", me, self.long_poll.waiting))
         return counts + metrics.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
@@ -271,7 +271,7 @@ class ControllerCore:
             return
         self.observed.worker_events += 1
         if "taken" in message:
-            return self.loop.poke(self.observed.note_taken(message["taken"]))
+            return self.loop.enqueue(self.observed.note_taken(message["taken"]))
         if message.get("is_adaptive"):
             self.observed.is_adaptive = True
         for worker in message["left"]:
@@ -283,7 +283,7 @@ class ControllerCore:
         for worker in message.get("retiring", ()):
             self.observed.change_worker(worker, is_retiring=True, is_available=False)
         self._note_system_workers()
-        self.loop.poke()
+        self.loop.enqueue()
 
     def _note_system_workers(self) -> None:
         """Log when the first of the ``system_workers`` joins the cluster, or the last one leaves."""
@@ -319,7 +319,7 @@ class ControllerCore:
             except Exception as error:  # for any error, the next refresh may succeed
                 logger.warning("The list of workers could not be refreshed: %r", error)
             if self.observed.workers != known or self.observed.lost_workers:
-                self.loop.poke()  # changes without an event
+                self.loop.enqueue()  # changes without an event
 
     # Write, apply, notify
 
@@ -350,7 +350,7 @@ class ControllerCore:
             each.key: None for each in self.state.replicas.values() if each.backend not in backends
         }
         await self.writer.note(left)  # their actors are stopped, like all actors without a record
-        self.loop.poke()
+        self.loop.enqueue()
 
     def _apply(self, change: Change) -> None:
         self.state.apply(change)
@@ -407,7 +407,7 @@ class ControllerCore:
             elif kind == UNREADY:
                 values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == STORE_TAKEN:
-                values[key] = self.cluster.store.hold is StoreOwnership.TAKEN or None
+                values[key] = self.cluster.store.ownership is StoreOwnership.TAKEN or None
             elif kind == LOGGING:
                 values[key] = {"config": target_capacity.logging_of(self.state, self.start_message)}
             elif kind == TRACING:
@@ -419,10 +419,10 @@ class ControllerCore:
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
                 values[key] = published_backend(self.state, name, self.observed.notes_of(name).unloadable)
-        return self.news.notify(values)
+        return self.long_poll.notify(values)
 
     def _announce_levels(self) -> None:
-        self.news.notify(
+        self.long_poll.notify(
             {
                 SILENT_WORKERS: sorted(self.observed.unresponsive) or None,
                 LIVE_METRICS: self.observed.live.is_watched(self.clock.now()) or None,
@@ -433,7 +433,7 @@ class ControllerCore:
 
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
-        epoch, counter = self.news.snapshot_id
+        epoch, counter = self.long_poll.snapshot_id
         # All proxies that may listen, including those that this controller has not observed yet.
         proxies = [
             proxy

@@ -94,20 +94,20 @@ class Reconciler:
         self._dirty: set[str] = set()
         self._dirty_all = True
         self._to_tick: list[str] = []
-        self._spreader = Rebalancer()
+        self._rebalancer = Rebalancer()
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
         self._listen_rules = listen_rules
         self._listening = listen_rules.first
         self.metrics = ControlMetrics()
 
-    def tell_replicas(self) -> None:
+    def reconfigure_replicas(self) -> None:
         """Send all running replicas their options again, after a change of the instance's options."""
         for replica in self._state.replicas.values():
             if replica.state is ReplicaState.RUNNING:
                 self._executor.act(ReconfigureReplica(replica))
 
-    def poke(self, backends: Iterable[str] | None = None) -> None:
+    def enqueue(self, backends: Iterable[str] | None = None) -> None:
         """Check these backends (None: everything) as soon as possible."""
         if backends is None:
             self._dirty_all = True
@@ -173,7 +173,7 @@ class Reconciler:
             dirty.discard(PROXIES)
             if self._listening is Listening.NOW:
                 await self._attempt([PROXIES], self._step_proxies())
-        moving = self._spreader.next_move(self._state, self._observed, self.workers_to_avoid(), now)
+        moving = self._rebalancer.next_move(self._state, self._observed, self.workers_to_avoid(), now)
         if moving is not None:
             logger.info(
                 "Moving replica %s: other workers are less crowded than %s", moving.tag, moving.worker
@@ -188,7 +188,7 @@ class Reconciler:
             await pause()  # a step that changes nothing does not suspend, so let other tasks run
         if self._listening is Listening.LATER and self._listen_rules.are_met(self._state, self._observed):
             self._listening = Listening.NOW
-            self.poke()
+            self.enqueue()
         self._forget_lost_workers()
         self._report()
 
@@ -234,7 +234,7 @@ class Reconciler:
             {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
             claims(self._state, self._observed.cleared_workers(), waiting) if waiting else {},
         )
-        self._executor.tell_scheduler(self._epoch, report)
+        self._executor.report_usage(self._epoch, report)
 
     async def _step_backends(self, tags: list[str]) -> list[str]:
         """Step some backends and write all changes as one transaction; return the backends that are left.
@@ -382,4 +382,4 @@ class Reconciler:
             seen_to = lost - self._state.workers_in_use()
             lost -= seen_to
             if not seen_to.isdisjoint(self._observed.workers):
-                self.poke()  # a worker that rejoined under its old address is usable from now on
+                self.enqueue()  # a worker that rejoined under its old address is usable from now on

@@ -35,7 +35,7 @@ with needs("starlette", ">=0.42,<2") as check:
 
 #: A name for a part of an application, which is the same in each process that has the application.
 PartName: TypeAlias = tuple[str, int]
-#: The copies of parts in the present context, by the part's name.
+#: The copies of parts in the current context, by the part's name.
 current_copies: ContextVar[Mapping[PartName, Any] | None] = ContextVar("current_copies", default=None)
 
 

@@ -50,7 +50,7 @@ class Termination(ActsAtFork):
         self._masks: dict[int, set[signal.Signals]] = {}
 
     @classmethod
-    def present(cls) -> Termination | None:
+    def current(cls) -> Termination | None:
         """Return this process's handler, and install it if necessary; None if SIGTERM is ignored."""
         found: Any = signal.getsignal(signal.SIGTERM)
         if isinstance(found, cls) and found._pid == os.getpid():
@@ -131,7 +131,7 @@ def on_sigterm(begin: Begin) -> Callable[[], None]:
     Call both in the main thread; elsewhere, and where SIGTERM is ignored, this does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    handler = Termination.present() if is_main else None
+    handler = Termination.current() if is_main else None
     return (lambda: None) if handler is None else handler.add(begin)
 
 

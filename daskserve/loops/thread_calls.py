@@ -101,21 +101,21 @@ class ThreadCalls:
                 self._wake()
         elif self._state == _ASLEEP:
             try:
-                present = asyncio.get_running_loop()
+                current = asyncio.get_running_loop()
             except RuntimeError:  # the loop has ended, and one of its coroutines is being closed
                 self._wake()
             else:
                 self._state = _TO_BE_WOKEN
                 self._since = stopwatch()
-                present.call_soon(self._wake_if_quiet, present, len(self._posts))
+                current.call_soon(self._wake_if_quiet, current, len(self._posts))
 
-    def _wake_if_quiet(self, present: asyncio.AbstractEventLoop, count: int) -> None:
+    def _wake_if_quiet(self, current: asyncio.AbstractEventLoop, count: int) -> None:
         if self._state != _TO_BE_WOKEN:
             return
         if len(self._posts) == count or stopwatch() - self._since > MAX_DELAY_S:
             self._wake()
         else:
-            present.call_soon(self._wake_if_quiet, present, len(self._posts))
+            current.call_soon(self._wake_if_quiet, current, len(self._posts))
 
     def _wake(self) -> None:
         self._state = _WOKEN

@@ -6,7 +6,9 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from daskserve.openai.answers import (
+from daskserve.openai.engine import Token, ToolCall
+from daskserve.openai.generation import Piece
+from daskserve.openai.objects import (
     ChatChoice,
     ChatMessage,
     Choice,
@@ -19,8 +21,6 @@ from daskserve.openai.answers import (
     chat_logprobs,
     completion_logprobs,
 )
-from daskserve.openai.engine import Token, ToolCall
-from daskserve.openai.generation import Piece
 from daskserve.openai.requests import ChatBody, CompletionBody, Sampling
 
 #: The pieces of several answers, each with the number of its answer.
@@ -31,7 +31,7 @@ FILLER = '"\\u0000"'
 DONE = "data: [DONE]\n\n"
 
 
-class Whole:
+class FullResponse:
     """A whole answer, joined from its pieces."""
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class Whole:
         self.last = piece
 
 
-async def gathered(numbered: Numbered, count: int) -> list[Whole]:
+async def gathered(numbered: Numbered, count: int) -> list[FullResponse]:
     """Return the whole answers."""
-    wholes = [Whole() for _ in range(count)]
+    wholes = [FullResponse() for _ in range(count)]
     async for index, item in numbered:
         wholes[index].add(as_piece(item))
     return wholes
@@ -67,7 +67,7 @@ def as_piece(item: Piece | str) -> Piece:
 class Format(Protocol):
     """Formats the answers of one path."""
 
-    def whole(self, wholes: Sequence[Whole]) -> str: ...
+    def whole(self, wholes: Sequence[FullResponse]) -> str: ...
 
     def chunks(self, index: int, piece: Piece) -> Iterator[str]: ...
 
@@ -96,12 +96,12 @@ class _Choices:
         self._per_prompt = body.n or 1
         self._last: dict[int, Piece] = {}
 
-    def whole(self, wholes: Sequence[Whole]) -> str:
+    def whole(self, wholes: Sequence[FullResponse]) -> str:
         choices = [self._choice(index, each) for index, each in enumerate(wholes)]
         usage = Usage.of([each.last for each in wholes], self._per_prompt)
         return Completion(object=self.KIND, choices=choices, usage=usage, **self._head).as_text()
 
-    def _choice(self, index: int, whole: Whole) -> Choice:
+    def _choice(self, index: int, whole: FullResponse) -> Choice:
         raise NotImplementedError
 
     def end(self) -> Iterator[str]:
@@ -133,7 +133,7 @@ class ChatFormat(_Choices):
         # The JSON before and after the text of a chunk without other fields, by the number of the answer.
         self._frames: dict[int, tuple[str, str]] = {}
 
-    def _choice(self, index: int, whole: Whole) -> ChatChoice:
+    def _choice(self, index: int, whole: FullResponse) -> ChatChoice:
         text = "".join(whole.text)
         message = ChatMessage(role="assistant", content=text, refusal=None)
         if whole.calls:
@@ -192,7 +192,7 @@ class CompletionFormat(_Choices):
         self._echoed = [str(each) for each in prompts for _ in range(body.n or 1)]
         self._offsets: dict[int, int] = {}
 
-    def _choice(self, index: int, whole: Whole) -> CompletionChoice:
+    def _choice(self, index: int, whole: FullResponse) -> CompletionChoice:
         echo = self._echo(index)
         logprobs = completion_logprobs(whole.logprobs, len(echo)) if self._has_logprobs else None
         text, reason = echo + "".join(whole.text), whole.last.finish_reason

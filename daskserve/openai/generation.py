@@ -155,19 +155,19 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         if self._timeout_s is not None:
-            self._timer = self.loop.call_later(self._timeout_s, self._look)
+            self._timer = self.loop.call_later(self._timeout_s, self._check)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         assert self._timeout_s is not None
         now = self.loop.time()
         ends = min(self.began, now) + self._timeout_s
         if ends > now:
-            self._timer = self.loop.call_at(ends, self._look)
+            self._timer = self.loop.call_at(ends, self._check)
         elif self._task is not None:
             self._has_expired = True
             self._task.cancel()

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from daskserve.openai.answers import Usage, chat_logprobs
-from daskserve.openai.completions import Whole, event, json_text
+from daskserve.openai.completions import FullResponse, event, json_text
 from daskserve.openai.engine import GenerationRequest, ToolCall
 from daskserve.openai.errors import InvalidRequestError
 from daskserve.openai.generation import Piece
+from daskserve.openai.objects import Usage, chat_logprobs
 from daskserve.openai.requests import MAX_MESSAGES, Body, Count, Fields, Items, Tools
 
 
@@ -154,7 +154,7 @@ class ResponseFormat:
         self._body = body
         self._head = head
         self._id = head["id"].removeprefix("resp_")
-        self._whole = Whole()
+        self._whole = FullResponse()
         self._number = 0
         # Positions in the output: of the message, and of the calls by index.
         self._message_at: int | None = None
@@ -163,7 +163,7 @@ class ResponseFormat:
 
     # ---- whole answers
 
-    def whole(self, wholes: Sequence[Whole]) -> str:
+    def whole(self, wholes: Sequence[FullResponse]) -> str:
         self._whole = wholes[0]
         if self._whole.last.finish_reason != "tool_calls" or "".join(self._whole.text):
             self._message_at = 0

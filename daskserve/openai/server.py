@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from daskserve.common.clock import LoopClock
 from daskserve.context import current_request
 from daskserve.errors import ServeError
-from daskserve.openai.answers import EmbeddingList, ModelCard, ModelList
 from daskserve.openai.completions import (
     ChatFormat,
     CompletionFormat,
@@ -33,6 +32,7 @@ from daskserve.openai.errors import (
     error_body,
 )
 from daskserve.openai.merging import called, merged
+from daskserve.openai.objects import EmbeddingList, ModelCard, ModelList
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody, ResponseFormat
 
@@ -148,8 +148,8 @@ class OpenAIServer:
         # Calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`. Calls
         # of a session go where the model's request router sends them.
         options["multiplexed_model_id"] = adapter
-        if (present := current_request.get()) is not None:
-            options |= {"session_id": present.session_id, "priority": present.priority_number}
+        if (current := current_request.get()) is not None:
+            options |= {"session_id": current.session_id, "priority": current.priority_number}
         return self._handles[model].options(**options)
 
     async def _stream(self, numbered: AsyncIterator[tuple[int, Any]], made: Format) -> Response:
@@ -223,8 +223,8 @@ async def _read(request: Request) -> bytes:
 
 
 def _request_id() -> str:
-    present = current_request.get()
-    return "" if present is None else present.request_id
+    current = current_request.get()
+    return "" if current is None else current.request_id
 
 
 def _json(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

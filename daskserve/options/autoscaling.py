@@ -125,7 +125,7 @@ class AutoscalingConfig(Options):
         "``upscale_delay_s`` is set.",
     )
     burst_factor: float = Field(
-        2, gt=1, description="Ratio of needed to present replicas that makes a burst."
+        2, gt=1, description="Ratio of needed to current replicas that makes a burst."
     )
     drain_period_s: float = Field(
         10, gt=0, description="Time within which a queue is worked off in addition to new load, in seconds."
@@ -134,7 +134,7 @@ class AutoscalingConfig(Options):
         0.1,
         ge=0,
         lt=1,
-        description="Share by which the load may differ from the target of the present replicas before "
+        description="Share by which the load may differ from the target of the current replicas before "
         "anything changes.",
     )
     max_upscale_factor: float | None = Field(

@@ -250,9 +250,9 @@ class _Run:
         # The first request for a backend without replicas is reported to the controller at once.
         is_first = fleet.target == 0 and queue.queued > 0
         if end - self.looked_at >= self.config.metrics_interval_s - 1e-9 or is_first:
-            self._look(end, slots, duration_s)
+            self._check(end, slots, duration_s)
 
-    def _look(self, now: float, slots: int, duration_s: float) -> None:
+    def _check(self, now: float, slots: int, duration_s: float) -> None:
         queue, fleet = self.queue, self.fleet
         ended = queue.request_counts.completed - self.completed
         rate = ended / (now - self.looked_at)

@@ -123,7 +123,7 @@ class ProcessMetrics:
         self._folded = FoldedTotals()
         self._is_registered = False
         #: Whether another process exports these metrics, as a worker does for its child processes.
-        self.is_told = False
+        self.is_reported = False
         self._export: OTLPExport | None = None
 
     def add(self, source: Source) -> None:
@@ -171,7 +171,7 @@ class ProcessMetrics:
             self._is_registered = True
             self._registry.register(self)
             if self._own_registry is None and self._export is None:
-                self._export = export_of(self.collect, lambda: self.is_told)
+                self._export = export_of(self.collect, lambda: self.is_reported)
 
     @property
     def _registry(self) -> CollectorRegistry:
@@ -192,7 +192,7 @@ class ProcessMetrics:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its present values."""
+        """Yield every metric with its current values."""
         with self._lock:
             sources = list(self._sources.values())
             found: dict[Key, float | HistogramCounts] = {

@@ -41,19 +41,19 @@ class OTLPExport:
     ----------
     collect : callable
         Returns all metrics, as Prometheus' client has them.
-    is_told : callable
+    is_reported : callable
         Returns whether another process exports these metrics; then the thread ends.
     """
 
     def __init__(
         self,
         collect: Callable[[], Iterable[Metric]],
-        is_told: Callable[[], bool],
+        is_reported: Callable[[], bool],
         exporter: Callable[[], MetricExporter],
         period_s: float,
     ) -> None:
         self._collect = collect
-        self._is_told = is_told
+        self._is_reported = is_reported
         self._exporter = exporter
         self._period_s = period_s
         self._began = _now()
@@ -70,7 +70,7 @@ class OTLPExport:
         pause = threading.Event()  # never set
         while True:
             pause.wait(self._period_s)
-            if self._is_told():
+            if self._is_reported():
                 return
             try:
                 made = made or self._exporter()
@@ -88,7 +88,7 @@ class OTLPExport:
             self.failures += 1
 
 
-def export_of(collect: Callable[[], Iterable[Metric]], is_told: Callable[[], bool]) -> OTLPExport | None:
+def export_of(collect: Callable[[], Iterable[Metric]], is_reported: Callable[[], bool]) -> OTLPExport | None:
     """Start the export of a process, and return it; None if no collector is configured."""
     found = settings.metrics()
     endpoint = found.otlp_endpoint or settings.process_variables().get(ENDPOINT)
@@ -109,7 +109,7 @@ def export_of(collect: Callable[[], Iterable[Metric]], is_told: Callable[[], boo
 
         return OTLPMetricExporter(endpoint=endpoint, timeout=EXPORT_S)
 
-    export = OTLPExport(collect, is_told, make, found.otlp_interval_s)
+    export = OTLPExport(collect, is_reported, make, found.otlp_interval_s)
     export.start()
     return export
 

@@ -191,7 +191,7 @@ class ReplicaMetrics:
 
         The queues of continuous batches are also custom metrics, unless user code has metrics of these names.
         """
-        present = load()
+        current = load()
         found = more()
         if self.steps:
             found["continuous"] = steps = self.continuous()
@@ -201,9 +201,9 @@ class ReplicaMetrics:
             }
             found["custom"] = {**own, **found.get("custom", {})}
         return {
-            "ongoing": present.ongoing,
-            "queued": present.queued,
-            "ended": self.handled - present.ongoing,
+            "ongoing": current.ongoing,
+            "queued": current.queued,
+            "ended": self.handled - current.ongoing,
             "failed": self.failed,
             "latency_counts": list(self.latency.counts),
             **found,

@@ -38,7 +38,7 @@ class Source(Protocol):
     """An object with metrics. Any thread may call it, even while it starts or stops."""
 
     def samples(self) -> Iterable[MetricSample]:
-        """Return the present values without blocking; histograms may still be written to."""
+        """Return the current values without blocking; histograms may still be written to."""
 
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
@@ -289,13 +289,13 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("goals", _C, (*_I, "outcome"), "Changes that have ended, by outcome: done or failed."),
         MetricSpec("deployment_wanted_replicas", _G, _D, "Target number of replicas."),
         MetricSpec("deployment_replicas", _G, (*_D, "state"), "Replicas by state."),
-        MetricSpec("application_status", _G, (*_I, "application", "status"), "1 for the present status."),
-        MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the present status."),
-        MetricSpec("proxy_status", _G, (*_I, "proxy", "status"), "1 for the present status."),
+        MetricSpec("application_status", _G, (*_I, "application", "status"), "1 for the current status."),
+        MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the current status."),
+        MetricSpec("proxy_status", _G, (*_I, "proxy", "status"), "1 for the current status."),
         MetricSpec("workers", _G, (*_I, "state"), "Dask workers by whether they can hold actors."),
         MetricSpec("autoscaling_wanted_replicas", _G, _D, "Replicas that the autoscaler wants."),
         MetricSpec(
-            "autoscaling_reason", _G, (*_D, "reason"), "1 for the present reason, with N for each number."
+            "autoscaling_reason", _G, (*_D, "reason"), "1 for the current reason, with N for each number."
         ),
         MetricSpec("long_poll_waiting_calls", _G, _I, "Calls of listen_for_change that wait for a change."),
     ),

@@ -110,7 +110,7 @@ class UserMetrics:
             histogram.observe(value)
 
     def samples(self, *own: tuple[str, str]) -> list[UserSample]:
-        """Return all present values, labelled with ``own`` followed by their tags."""
+        """Return all current values, labelled with ``own`` followed by their tags."""
         with self._lock:
             return [
                 UserSample(

@@ -1,20 +1,19 @@
 """One HTTP request, and the ASGI application that answers it.
 
-The connection reads: it passes the parts of the request to the exchange, and waits while the future that
-`data_received` returned is pending. The exchange writes the response to the stream, and then has the
+The connection passes the parts of the request to the exchange, and pauses while the future that
+`data_received` has returned is pending. The exchange writes the response to the stream, and then lets the
 connection continue with the next request. A request ends in one of these ways:
 
-1. Request and response are complete: the server keeps or closes the connection.
-2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
-   socket with unread data resets the connection and may destroy the response.
-3. The client disconnects, and does not wait for the response (see `Exchange.probe_client`): sends raise
-   `ConnectionResetError`, and the task is cancelled, unless the client has as many bytes as
-   ``content-length`` says.
-4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
-5. The body is too large (413), too slow (408) or too much for the memory of all (503), or the connection is
-   cut if a response has begun. The task is cancelled.
+1. Request and response are complete: the connection stays open or is closed.
+2. Only the response is complete: the rest of the request is read and dropped for up to `LINGER_S`, because
+   closing a socket with unread data resets the connection and may destroy the response.
+3. The client disconnects (see `Exchange.probe_client`): sends raise `ConnectionResetError`, and the task is
+   cancelled, unless the client has received as many bytes as ``content-length`` says.
+4. The application fails: 500, or the connection is closed if a response has begun.
+5. The body is too large (413), too slow (408) or exceeds the memory budget (503): this status, or the
+   connection is closed if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
-7. The head is refused: the server answers, ends its side of the connection, and drops what follows.
+7. The head is refused: the server responds, ends its side of the connection, and drops further data.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Exchange:
     """Runs the application on one request.
 
-    The connection that creates an exchange is watched for inactivity.
+    The connection that creates an exchange is in the server's watch for idle connections.
     """
 
     body: RequestBody  # set by `begin`
@@ -64,17 +63,17 @@ class Exchange:
         self._connection = connection
         self._response = HTTPResponse(connection)
         connection.exchange = self
-        self._is_refused = False  # where the next request begins is unclear
+        self._is_refused = False  # so it is unclear where the next request begins
         self._target = ""
         self._linger: asyncio.TimerHandle | None = None
-        self.is_over = False  # the connection continues with the next request, or closes
+        self.is_over = False  # the connection has gone on to the next request, or is closing
         self._task: asyncio.Task[None] | None = None
-        self._probes = 0  # how often the end of the client's data was found
+        self._probes = 0  # number of calls of `probe_client`
 
     # ---- called by the server, in this order
 
     def begin(self, head: RequestHead) -> int | None:
-        """Start the application, which may answer before the body is received.
+        """Start the application, which may respond before the body is received.
 
         Returns
         -------
@@ -136,7 +135,7 @@ class Exchange:
         return length
 
     def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
-        """Pass on a part of the body; the connection waits for the returned future before it reads on.
+        """Pass on a part of the body; the connection waits for the returned future before it reads more.
 
         After the last part, the connection calls `finish` at once.
         """
@@ -144,7 +143,7 @@ class Exchange:
         return self._note_part(room, is_last=is_last)
 
     def body_filled(self, size_bytes: int, *, is_last: bool) -> None:
-        """Note a part of the body that was received into its memory."""
+        """Record that a part of the body was received into its buffer."""
         self.body.fill(size_bytes)
         self._note_part(None, is_last=is_last)
 
@@ -164,38 +163,38 @@ class Exchange:
         return room
 
     def finish(self) -> None:
-        """Note that the request is complete."""
+        """Record that the request is complete."""
         self._server_state.watch.unwatch(self._connection)
         if not self.body.is_ended:
             self.body.end()
         if self._response.is_whole:
-            self._go_on()
+            self._continue()
 
     def finish_response(self) -> None:
-        """Note that the response is complete."""
+        """Record that the response is complete."""
         if self.body.is_ended or self.body.is_withheld:
-            self._go_on()
+            self._continue()
         elif not self.is_over:
-            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on, True)
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._continue, True)
 
     def refuse_head(self, error: RefusedRequestError) -> int:
-        """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
+        """Refuse a request, and read no more: it is unclear where its body ends, or whether it has one."""
         log.info("Refused a request from %s: %s", self._connection, error)
         self._server_state.refusals.causes[error.cause] += 1
         self._response.method = error.method or self._response.method
         self.body = self._response.body = RequestBody(is_ended=True)
         self._response.closes = self._is_refused = True
         self._response.answer(error.status, str(error))
-        self._tell_refused(error.method or (self._response.method if self._target else ""), error.status)
+        self._notify_refused(error.method or (self._response.method if self._target else ""), error.status)
         return 0
 
     def reject(self, reason: str) -> None:
-        """Refuse a malformed body: with 400, or by cutting the connection if a response has begun."""
+        """Refuse a malformed body with 400, or close the connection if a response has begun."""
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
         self._is_refused = True
         if self._response.is_whole:
             self._server_state.refusals.causes[MALFORMED] += 1
-            self._go_on()
+            self._continue()
         else:
             self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
 
@@ -208,16 +207,16 @@ class Exchange:
         if self._task is None:
             return
         self.body.close()
-        # An application may send the end of its response late, for example after its background tasks.
+        # An application may send the end of its response late, for example after background tasks.
         if not self._response.is_whole and not self._response.is_filled:
             self._server_state.cancel(self._task)
 
     def probe_client(self, *, is_late: bool) -> None:
-        """Have the operating system find out whether a client whose data has ended is still connected.
+        """Write a few bytes to a client whose data has ended; this resets the connection if it has left.
 
-        Writing to a connection that the client has closed resets it. A connected client ignores 100 Continue
-        (RFC 9110, 15.2.1) and a zero before the size of a chunk. Nothing is written if the response comes
-        soon. HTTP/1.0 has neither, so its connection is closed if the check ``is_late``.
+        A half-closed client ignores them: they are 100 Continue (RFC 9110, 15.2.1), or a zero before the size
+        of a chunk. Nothing is written if the response follows soon. HTTP/1.0 has neither, so its connection
+        is closed if the check ``is_late``.
         """
         self._probes += 1
         response, stream = self._response, self._connection.stream
@@ -230,10 +229,10 @@ class Exchange:
             stream.write(b"0" if response.is_begun else _CONTINUE)
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
-        """Answer in place of the application, or cut the connection if a response has begun."""
+        """Respond in place of the application, or close the connection if a response has begun."""
         self._server_state.refusals.count_body(self._response.method, status, is_cut=self._response.is_begun)
         self.body.is_refused = True
-        self.body.close()  # the application must not take the part that was received for all
+        self.body.close()  # the application must not take the received part for the whole body
         self._server_state.watch.unwatch(self._connection)
         if self._task is not None:
             self._server_state.cancel(self._task)
@@ -243,11 +242,11 @@ class Exchange:
         if not is_coming:
             self.body.is_ended = True
         self._response.answer(status, text, headers)
-        self._tell_refused(self._response.method, status)
+        self._notify_refused(self._response.method, status)
 
-    def _tell_refused(self, method: str, status: int) -> None:
+    def _notify_refused(self, method: str, status: int) -> None:
         version = "1.1" if self._response.is_http11 else "1.0"
-        self._server_state.refusals.tell(self._connection.client, method, self._target, version, status)
+        self._server_state.refusals.notify(self._connection.client, method, self._target, version, status)
 
     @property
     def is_begun(self) -> bool:
@@ -261,26 +260,26 @@ class Exchange:
 
     @property
     def wants_body(self) -> bool:
-        """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+        """Whether the body is incomplete and still needed, and the client does not wait for 100 Continue."""
         is_done = self.body.is_ended or self._response.is_closed or self._response.is_whole
         return self.body.is_asked and not is_done
 
     @property
     def unread(self) -> Stream | None:
-        """The stream, if nothing reads from it now, because a complete request is being answered."""
-        is_deaf = self._task is not None and not self.is_over and self.body.is_ended
-        return self._connection.stream if is_deaf else None
+        """The stream, if it is not being read because a complete request is answered; otherwise None."""
+        is_waiting = self._task is not None and not self.is_over and self.body.is_ended
+        return self._connection.stream if is_waiting else None
 
-    # ---- the rest is private
+    # ---- private
 
     async def _run(self, scope: Scope) -> None:
-        """Top loop of one request: failures of the application end here, in the log."""
+        """Run the application; its errors are logged here."""
         body = self.body
         try:
             await self._server_state.app(scope, body, self._response.send)
         except asyncio.CancelledError:
             if not self._response.is_closed and not self._response.is_whole:
-                self._fail()  # cancelled by the application itself, or with the whole loop
+                self._fail()  # the application cancelled it, or the event loop is ending
             raise
         except Exception as error:
             if self._response.is_closed:
@@ -296,11 +295,11 @@ class Exchange:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
-            # A done callback would cost a turn of the event loop. If the task never starts,
+            # A done callback would cost an iteration of the event loop. If the task never starts,
             # `ServerState.cancel` removes it.
             self._server_state.tasks.discard(self._task)
             if body.received_bytes:
-                self._server_state.limits.freed.note(body.received_bytes)
+                self._server_state.limits.trimmer.note(body.received_bytes)
                 body.release()
 
     def _open_socket(self, scope: dict[str, Any]) -> None:
@@ -339,7 +338,7 @@ class Exchange:
         if self.wants_body:
             self._server_state.watch.watch(self._connection)
 
-    def _go_on(self, is_late: bool = False) -> None:
+    def _continue(self, is_late: bool = False) -> None:
         if self.is_over or self._response.is_unsent:
             return
         self.is_over = True
@@ -370,5 +369,5 @@ class Exchange:
 
 
 def _request_line(scope: Scope) -> str:
-    # The raw path: the decoded one may contain line breaks.
+    # The raw path, because the decoded one may contain line breaks.
     return f"{scope['method']} {scope['raw_path'].decode('latin-1')}"

@@ -1,9 +1,9 @@
-"""One connection: reads its requests, and does no I/O itself.
+"""Reads the requests of one connection, without doing I/O itself.
 
-An `HTTPConnection` is an ``asyncio.Protocol``: a transport calls it with the bytes that it has received, and
-the connection calls the transport to write, to pause and to close.
+An `HTTPConnection` is an ``asyncio.Protocol``: a transport calls it with the received bytes, and the
+connection calls the transport to write, to pause and to close.
 
-A client may send more requests before the first is answered. They wait, and reading pauses.
+If a client sends more requests before the first one is answered (pipelining), they wait, and reading pauses.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits.limits import LINGER
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, SLOW
+from daskserve.proxies.exchange.request.buffered_body import LEAST_BYTES, BufferedBodyProtocol
 from daskserve.proxies.exchange.request.chunks import ChunkReader
-from daskserve.proxies.exchange.request.filling import LEAST_BYTES, BodyFilling
 from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import can_tell_hangups
+from daskserve.proxies.exchange.stream import can_detect_disconnects
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -30,7 +30,7 @@ class HTTPConnection(Connection):
     Parameters
     ----------
     on_made : callable
-        Called once the connection is among the server state's.
+        Called once the connection is in the server state.
     """
 
     exchange: Exchange | None
@@ -41,13 +41,13 @@ class HTTPConnection(Connection):
     def __init__(self, server_state: ServerState, on_made: Callable[[], object]) -> None:
         super().__init__(server_state)
         self._on_made = on_made
-        self._is_busy = False  # the exchange is not finished
+        self._is_busy = False  # a request has not been finished
         self._is_read = True  # its request is complete
-        self._left = 0  # bytes of its body that are still to be read
-        self._chunks: ChunkReader | None = None  # reads its body, if that is chunked
-        self._room: asyncio.Future[None] | None = None  # pending while nothing more is to be read
-        self._rest = b""  # received and not read yet
-        self._searched = 0  # how much of the rest is known not to be a whole head
+        self._left = 0  # bytes of its body that have not been read
+        self._chunks: ChunkReader | None = None  # reads a chunked body
+        self._room: asyncio.Future[None] | None = None  # pending while reading is paused
+        self._rest = b""  # unread data
+        self._searched = 0  # how much of it was searched for the end of a head
         self._drops_data = False  # further data is dropped
         self._has_ended = False  # the client has ended its side of the connection
         self._linger: asyncio.TimerHandle | None = None
@@ -66,9 +66,9 @@ class HTTPConnection(Connection):
         self._read_on()
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open: the client may have closed only its own side."""
+        """Return whether the connection stays open, because the client may have closed only its own side."""
         exchange = self.exchange
-        waits = can_tell_hangups() and exchange is not None and exchange.unread is not None
+        waits = can_detect_disconnects() and exchange is not None and exchange.unread is not None
         if self.server_state.tls is not None or not waits:
             return False
         self.server_state.note_end(self)
@@ -113,7 +113,7 @@ class HTTPConnection(Connection):
             return
         self._transport.close()
         if self.stream.writing():
-            self.server_state.watch.watch(self)  # the client may not read
+            self.server_state.watch.watch(self)  # in case the client does not read
 
     def leave(self) -> None:
         self._drops_data = True
@@ -145,7 +145,7 @@ class HTTPConnection(Connection):
     # ---- reading
 
     def _read_on(self) -> None:
-        """Read what was received, until a request waits or a body's buffer is full."""
+        """Read the received data, until a request has to wait or the buffer of a body is full."""
         try:
             while self._rest and not self._drops_data and self._room is None:
                 if self._is_read:
@@ -155,7 +155,7 @@ class HTTPConnection(Connection):
                     break
                 else:
                     self._read_body(self.exchange)
-        except Exception:  # a fault of this server, which ends the connection as any top loop would
+        except Exception:  # a bug in this server: log it, and close the connection
             log.exception("Reading a request failed")
             self.stream.close()
         if self._transport.is_closing():
@@ -169,10 +169,10 @@ class HTTPConnection(Connection):
         else:
             self.stream.resume_reading()
             if self._has_ended and not is_waiting:
-                self.close_when_sent()  # no whole request is left
+                self.close_when_sent()  # no complete request is left
 
     def _read_head(self) -> bool:
-        """Begin the next request, or refuse it; return False if its head is incomplete."""
+        """Start or refuse the next request; return False if its head is incomplete."""
         try:
             found = read_head(self._rest, self._searched, self.server_state.head_limits)
         except RefusedRequestError as error:
@@ -206,7 +206,7 @@ class HTTPConnection(Connection):
         else:
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
-            if not (self._left and self._rest) and exchange.wants_body:  # otherwise, `_read_body` does this
+            if not (self._left and self._rest) and exchange.wants_body:  # otherwise `_read_body` does this
                 self.server_state.watch.watch(self)
 
     def _read_body(self, exchange: Exchange) -> None:
@@ -228,7 +228,7 @@ class HTTPConnection(Connection):
             is_ended = chunks.is_ended
             if self._rest and not is_ended:
                 self._wait_for(
-                    self.server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                    self.server_state.limits.loop_work.current().turn(SLOW * SLICE_BYTES)
                 )  # there are very many chunks
         if part:
             room = exchange.data_received(part, is_last=is_ended)
@@ -239,7 +239,9 @@ class HTTPConnection(Connection):
             self._is_read = True
             exchange.finish()
         elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
-            self._transport.set_protocol(BodyFilling(self, exchange.body, self._left, self._note_filled))
+            self._transport.set_protocol(
+                BufferedBodyProtocol(self, exchange.body, self._left, self._note_filled)
+            )
 
     def _note_filled(self, size_bytes: int) -> None:
         self._left -= size_bytes

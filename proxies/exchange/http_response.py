@@ -18,20 +18,20 @@ JOIN_BYTES = 64 * 1024
 
 
 class HTTPResponse(Response):
-    """A response of HTTP/1.
+    """An HTTP/1 response.
 
     Attributes
     ----------
     body : RequestBody
         The body of the request.
     closes : bool
-        Whether the connection ends with the response.
+        Whether the connection is closed after the response.
     is_begun : bool
-        Whether a part was written.
+        Whether any part was written.
     is_whole : bool
-        Whether all was written.
+        Whether all parts were written.
     is_unsent : bool
-        Whether all was written and waits for the client; the application waits for nothing.
+        Whether all parts were written, some wait for the client, and the application has ended.
     """
 
     body: RequestBody
@@ -54,11 +54,11 @@ class HTTPResponse(Response):
 
     @property
     def is_filled(self) -> bool:
-        """Whether the client gets as many bytes as ``content-length`` says."""
+        """Whether as many bytes were written as ``content-length`` says."""
         return self._writer is not None and self._writer.is_filled
 
     def answer(self, status: int, text: str, headers: Headers = ()) -> None:
-        """Write a response of the server, in place of the application's."""
+        """Write a response in place of the application's."""
         self._start, body = plain_text(status, text)
         self._start["headers"] += headers
         if self._stream.closed():
@@ -110,7 +110,7 @@ class HTTPResponse(Response):
     def _wait_for_client(
         self, flushed: asyncio.Future[None], size_bytes: int, more_body: bool
     ) -> Awaitable[None]:
-        """Return what the application has to wait for before it continues."""
+        """Return what the application has to await before it continues."""
         if self._unsent is None:
             self._unsent = UnsentParts(self._server_state.limits)
         room = self._unsent.add(flushed, size_bytes, is_last=not more_body)
@@ -150,14 +150,14 @@ class HTTPResponse(Response):
         else:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
-            # A client may send its body slowly while it receives the response. If neither moves, it is idle.
+            # A client may send its body slowly while it receives the response; it is idle if neither moves.
             self._server_state.watch.watch(self._connection)
         if not parts:
             return None
         if len(body) <= JOIN_BYTES:
             parts = [b"".join(parts)]
         else:
-            self._server_state.limits.freed.note(len(body))
+            self._server_state.limits.trimmer.note(len(body))
         for part in parts[:-1]:
             self._stream.write(part)
         return self._stream.write(parts[-1])
@@ -166,5 +166,5 @@ class HTTPResponse(Response):
         self.is_whole, self.is_unsent = True, False
         self.body.close()
         exchange = self._connection.exchange
-        if exchange is not None:  # or the connection was lost
+        if exchange is not None:  # otherwise the connection was lost
             exchange.finish_response()

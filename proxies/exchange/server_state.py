@@ -1,4 +1,4 @@
-"""State that the requests of one server share, and that the requests of one connection share."""
+"""The state that all requests of a server share, and the state of one connection."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from daskserve.proxies.exchange.response.head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
-#: Why a body is refused, by the status of the response.
+#: The cause of a refused body, by the status of the response.
 _CAUSES: Mapping[int, str] = {400: MALFORMED, 408: BODY_RATE, 413: BODY_SIZE, 503: BUFFERS}
 #: Longer hosts are not kept, because idle connections would hold their memory.
 _KEPT_HOST = 255
 
 
-class Ongoing(Protocol):
-    """The request on a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
+class OngoingRequest(Protocol):
+    """The current request of a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
 
     @property
     def body(self) -> RequestBody:
@@ -42,23 +42,23 @@ class Ongoing(Protocol):
 
     @property
     def unread(self) -> Stream | None:
-        """The stream, if nothing reads from it now."""
+        """The stream, if it is not being read; otherwise None."""
 
-    #: Whether the connection waits for the next request.
+    #: Whether the connection has gone on to the next request, or is closing.
     is_over: bool
 
     @property
     def wants_body(self) -> bool:
-        """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+        """Whether the body is incomplete and still needed, and the client does not wait for 100 Continue."""
 
     def finish_response(self) -> None:
-        """Note that the response is complete."""
+        """Record that the response is complete."""
 
     def refuse(self, status: int, text: str, headers: Headers = ()) -> None:
-        """Answer in place of the application, and close the connection."""
+        """Respond in place of the application, and close the connection."""
 
     def probe_client(self, *, is_late: bool) -> None:
-        """Have the operating system find out whether a client whose data has ended is still connected."""
+        """Write a few bytes to a client whose data has ended; this resets the connection if it has left."""
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
@@ -75,41 +75,41 @@ class Refusals:
     Attributes
     ----------
     causes : Counter
-        How many there were, by cause.
+        The number of refused requests, by cause.
     bodies : Counter
-        How many of them had a body that was refused before the response began, by method and status.
+        The number of requests whose body was refused before the response began, by method and status.
     """
 
     def __init__(self) -> None:
         self.causes: Counter[str] = Counter()
         self.bodies: Counter[tuple[str, str]] = Counter()
-        #: Called with the client, method, target, version and status of each of them.
-        self.tell: NoteRefused = lambda *refused: None
+        #: Called with the client, method, target, version and status of each refused request.
+        self.notify: NoteRefused = lambda *refused: None
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
-        """Count a request that ends because of its body, with a response of this status or without one."""
+        """Count a request that ends because of its body; ``is_cut`` if its response had already begun."""
         self.causes[_CAUSES[status]] += 1
         if not is_cut:
             self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
 
 
 class ServerState:
-    """State that all requests of one server share.
+    """The state that all requests of one server share.
 
     Attributes
     ----------
     tasks : set
         The tasks of requests whose application is running.
     connections : set
-        The open connections that carry HTTP.
+        The open connections, except for those of WebSockets.
     sockets : set
         The open WebSockets.
     is_draining : bool
         Whether each response is the last on its connection.
     refusals : Refusals
-        The requests that the server has refused.
+        Counts the requests that the server has refused.
     limits : Limits
-        The limits of slow clients, and of memory.
+        The limits of clients and of memory.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class ServerState:
         self.refusals = Refusals()
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], object] = lambda connection: None
-        #: Returns the size that no body may exceed; the application may set a lower limit for each.
+        #: Returns the maximum size of any body; the application may set a lower one for each.
         self.largest_body_bytes: Callable[[], float] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
         self.is_crowded: Callable[[str], bool] = lambda path: False
-        #: Ends another body to make room for one that exceeds the budget; returns whether it did.
+        #: Refuses another body to make room for one that exceeds the budget; returns whether it did.
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
         self.watch = IdleWatch(idle_timeout_s, self._end_idle)
         self.clock = clock
@@ -156,7 +156,7 @@ class ServerState:
         connection.close()
 
     def keep(self, task: asyncio.Task[None]) -> None:
-        """Have a task cancelled with the server."""
+        """Keep a task until it ends; `HTTPServer.stop` cancels it."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -176,17 +176,17 @@ class Connection(asyncio.Protocol):
 
     stream: Stream
     client: tuple[str, int] | None
-    #: The scope of a request, to copy and fill in, which takes half as long as building it.
+    #: The scope that each request copies and fills in, which takes half as long as building one.
     scope: dict[str, Any]
 
     def __init__(self, server_state: ServerState) -> None:
         self.server_state = server_state
-        self.exchange: Ongoing | None = None
-        #: Whether the client has sent a part of a request's head, or has yet to send its first one.
+        self.exchange: OngoingRequest | None = None
+        #: Whether a request's head is incomplete, or no request was received yet.
         self.awaits_head = True
         #: The path of the last request.
         self.path = ""
-        #: A host that was checked: most clients never change it.
+        #: The last valid host, because most clients never change it.
         self.host: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -206,13 +206,13 @@ class Connection(asyncio.Protocol):
         self.server_state.watch.watch(self)
 
     def check_host(self, framing: Mapping[str, str], version: str) -> None:
-        """Check the host of a request, and keep it; raises `RefusedRequestError`."""
+        """Check the host of a request, and keep it; raise `RefusedRequestError` if it is not valid."""
         check_host(framing, version)
         host = framing.get("Host", "")
         self.host = host if len(host) <= _KEPT_HOST else None
 
     def is_idle(self) -> bool:
-        """Return whether the connection has neither a complete head of a request nor a response to send."""
+        """Return whether the connection has no request in progress and no unsent response."""
         return (self.exchange is None or self.exchange.is_over) and not self.stream.writing()
 
     def is_incomplete(self) -> bool:
@@ -220,28 +220,28 @@ class Connection(asyncio.Protocol):
         return self.awaits_head and self.is_idle()
 
     def await_head(self) -> None:
-        """Note that a part of a head was received: its timeout begins with its first byte."""
+        """Record that a part of a head was received. The timeout of a head begins with its first byte."""
         if not self.awaits_head:
             self.awaits_head = True
             self.server_state.watch.watch(self)
 
     def finish(self) -> None:
-        """Go on to the next request; close the connection if this one was not read to its end."""
+        """Continue with the next request; close the connection if this one is incomplete."""
         raise NotImplementedError
 
     def close_when_sent(self) -> None:
-        """Close the connection once everything written is sent."""
+        """Close the connection once all written data is sent."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """End this side of the connection, and drop what the client sends; close when it ends its side, too.
+        """End this side of the connection, and drop further data, until the client ends its side.
 
         Closing a socket with unread data resets the connection, and may destroy the response.
         """
         raise NotImplementedError
 
     def detach(self) -> None:
-        """Stop reading, and leave the stream to a WebSocket."""
+        """Stop reading, and hand the stream over to a WebSocket."""
         raise NotImplementedError
 
     def close(self) -> None:

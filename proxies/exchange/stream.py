@@ -1,4 +1,4 @@
-"""The stream of a connection, over an asyncio transport or one with the same interface."""
+"""The stream of a connection, over an asyncio transport or a `TornadoTransport`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 Socket: TypeAlias = socket.socket
 
-#: Reading from the transport pauses while more bytes than this are unread.
+#: Reading pauses while more bytes than this are unread.
 READ_AHEAD_BYTES = 64 * 1024
-#: Size of what is read or parsed at once; small, so that it does not block other tasks.
+#: How many bytes are read or parsed at once: few, so that other tasks are not blocked.
 READ_BYTES = 16 * 1024
-#: How much asyncio's own transports receive at a time. Their default is 256 KiB, for which the C library maps
-#: and unmaps memory, as from 128 KiB on: 12 µs for each request, however small.
+#: How much asyncio's transports receive at a time. Their default is 256 KiB; from 128 KiB on, the C library
+#: maps and unmaps memory for each read, which costs 12 µs per request, however small.
 _RECEIVED_BYTES = 127 * 1024
 
 GONE = "the client has disconnected"
@@ -26,9 +26,9 @@ GONE = "the client has disconnected"
 class Stream(asyncio.Protocol):
     """Writes to a transport, with back-pressure.
 
-    Only a WebSocket reads from it, after `take_over` has made it the transport's protocol. Until then another
-    protocol reads, and passes on ``pause_writing``, ``resume_writing`` and ``connection_lost``. The stream is
-    in ``open_streams`` until the connection is closed.
+    Only WebSockets read from it, after `take_over` has made it the protocol of the transport. Until then, an
+    `HTTPConnection` is the protocol, and passes on ``pause_writing``, ``resume_writing`` and
+    ``connection_lost``. The stream is in ``open_streams`` until the connection is closed.
     """
 
     def __init__(self, transport: asyncio.Transport, open_streams: set[Stream]) -> None:
@@ -39,7 +39,7 @@ class Stream(asyncio.Protocol):
         self._open_streams = open_streams
         open_streams.add(self)
         self._loop = asyncio.get_running_loop()
-        # One future for all writers, done while there is room.
+        # Shared by all writers, and done while there is room.
         self._room: asyncio.Future[None] = self._loop.create_future()
         self._room.set_result(None)
         self._is_lost = False
@@ -48,11 +48,11 @@ class Stream(asyncio.Protocol):
         self._is_reading_paused = False
         self._on_data: Callable[[bytes], None] | None = None
         self._on_close: Callable[[], None] | None = None
-        #: Held while another thread ends the connection: its descriptor must not be closed meanwhile.
+        #: Held while another thread ends the connection, so that its descriptor is not closed meanwhile.
         self._ending = threading.Lock()
 
     def write(self, data: bytes | memoryview) -> asyncio.Future[None]:
-        """Send; the future is done when there is room for more.
+        """Send data; the returned future is done when there is room for more.
 
         Raises
         ------
@@ -71,7 +71,7 @@ class Stream(asyncio.Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes the operating system has taken; it grows while a client reads a long message."""
+        """The number of bytes that the operating system has accepted; grows while a client reads."""
         return self._accepted_bytes - (0 if self._is_lost else self._transport.get_write_buffer_size())
 
     def set_close_callback(self, callback: Callable[[], None] | None) -> None:
@@ -87,19 +87,19 @@ class Stream(asyncio.Protocol):
         self._unread.clear()
         self._transport.close()
         if self.writing() or self._transport.get_extra_info("ssl_object") is not None:
-            # uvloop writes at the end of the loop's turn; what the client does not take then is dropped. The
-            # client's answer to the end of TLS is not waited for either.
+            # After the next write by uvloop, at the end of this iteration of the event loop. Unsent data is
+            # dropped then, and the client's close of TLS is not awaited.
             self._loop.call_soon(self._transport.abort)
 
     def take_over(self) -> None:
-        """Read from the transport from now on."""
-        # There is room only if nothing waits: unread messages of a WebSocket count for pings and for closing.
-        # The limit is not 0, because an empty TLS transport would be at that limit.
+        """Become the protocol of the transport, and read from it."""
+        # There is room only while all data is sent, because pings and closing depend on unsent messages. The
+        # limit is 1, because at 0 an empty TLS transport would count as full.
         self._transport.set_write_buffer_limits(1, 0)
         self._transport.set_protocol(self)
 
     def start_reading(self, on_data: Callable[[bytes], None]) -> None:
-        """Call ``on_data(data)`` with all that is received, until `pause_reading`."""
+        """Call ``on_data(data)`` with all received data, until `pause_reading`."""
         self._on_data = on_data
         self.resume_reading()
         if self._unread:
@@ -107,22 +107,22 @@ class Stream(asyncio.Protocol):
             on_data(data)
 
     def pause_reading(self) -> None:
-        """Receive nothing more for now. Idempotent."""
+        """Pause receiving. Idempotent."""
         if not self._is_reading_paused and not self.closed():
             self._is_reading_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Receive again. Idempotent."""
+        """Resume receiving. Idempotent."""
         if self._is_reading_paused and not self.closed():
             self._is_reading_paused = False
             self._transport.resume_reading()
 
     def leave_for(self, loop: asyncio.AbstractEventLoop) -> tuple[Socket, bytes] | None:
-        """Return a socket for a stream on ``loop``, and the bytes that were received and not read.
+        """Close the stream, and return a socket for another one on ``loop``, and the unread bytes.
 
-        This closes the stream, but not the connection. Returns None if the connection cannot move, or if it
-        is on that loop already and uses a transport of the loop, which is the fastest.
+        Returns None if the connection cannot move, or need not: it is on that loop already, and uses a
+        transport of the loop, which is the fastest.
         """
         take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
         is_bound = not self._can_move() or self.writing() or self.closed()
@@ -138,7 +138,7 @@ class Stream(asyncio.Protocol):
         return left
 
     def _can_move(self) -> bool:
-        # The state of TLS cannot leave its transport.
+        # The state of TLS cannot move to another transport.
         return self._transport.can_write_eof()
 
     def cut(self, goodbye: bytes) -> None:
@@ -175,12 +175,12 @@ class Stream(asyncio.Protocol):
         self._open_streams.discard(self)
         if not self._room.done():
             self._room.set_exception(ConnectionResetError(GONE))
-            self._room.exception()  # retrieved here: it may have no waiter
+            self._room.exception()  # marks it as retrieved, because nothing may await it
         self._on_data = None
-        # Later, so that a reader of the last bytes sees them before the end.
-        self._loop.call_soon(self._tell)
+        # Later, so that a reader gets the last bytes before the end.
+        self._loop.call_soon(self._notify_closed)
 
-    def _tell(self) -> None:
+    def _notify_closed(self) -> None:
         callback, self._on_close = self._on_close, None
         if callback is not None:
             callback()
@@ -197,22 +197,22 @@ class _Opening(asyncio.Protocol):
 
 
 async def open_stream(sock: socket.socket) -> Stream:
-    """Return a stream over a connected socket on the running event loop; raise ``OSError`` if it was lost."""
+    """Return a stream over a connected socket; raise `OSError` if the connection is lost."""
     _, opened = await asyncio.get_running_loop().connect_accepted_socket(_Opening, sock)
     return opened.stream
 
 
 def duplicate(sock: Any) -> socket.socket:
-    """Return another descriptor of a connection, which stays open when the first one is closed."""
+    """Return a copy of a socket, with which the connection stays open when the original is closed."""
     copy = socket.fromfd(sock.fileno(), sock.family, sock.type, sock.proto)
     copy.setblocking(False)
     return copy
 
 
-def can_tell_hangups() -> bool:
-    """Whether the operating system can tell if a client has left, as Linux does.
+def can_detect_disconnects() -> bool:
+    """Return whether the operating system can detect that a client has disconnected, as Linux can.
 
-    Elsewhere, the end of a client's data means that it has left.
+    On others, the end of a client's data counts as a disconnect.
     """
     return hasattr(select, "POLLRDHUP")
 
@@ -220,7 +220,7 @@ def can_tell_hangups() -> bool:
 def addresses_of(
     sock: socket.socket | None,
 ) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:
-    """Return the addresses of a connection's client and server; None if it has none."""
+    """Return the addresses of a connection's client and server; None without addresses."""
     try:
         if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
             return None, None

@@ -17,7 +17,7 @@ _NO_CLIENT = ("", 0)
 
 
 class AccessLog:
-    """Passes requests on to the logs of the process.
+    """Passes the requests of one proxy to the logs of its process.
 
     Parameters
     ----------
@@ -29,18 +29,18 @@ class AccessLog:
         self._logs = logs
         self._clock = clock
         self._name, self._instance = name, instance
-        #: Whether to log the requests of applications without a setting.
+        #: Whether to log requests whose deployment does not set ``enable_access_log``.
         self._is_on = False
 
     def configure(self, config: Mapping[str, Any] | None) -> None:
-        """Log as the instance does: the fields of `daskserve.options.logging.LoggingConfig` that it sets."""
+        """Apply the logging options of the instance: the fields of `LoggingConfig` that it sets."""
         found = self._logs.configure(self._name, Tags(component="proxy", instance=self._instance), config)
         self._is_on = found is not None and found.enable_access_log
 
     def refused(
         self, client: tuple[str, int] | None, method: str, target: str, version: str, status: int
     ) -> None:
-        """Take a request that the server has refused before it reached the ingress, or in its place."""
+        """Log a request that the server has refused in place of the ingress."""
         if self._is_on:
             path = target.encode("latin-1", "replace") or b"-"
             now = self._clock.wall()
@@ -50,15 +50,15 @@ class AccessLog:
             self._logs.access((*Access(now, name, path, b"", status, 0.0, client, version, **names),))
 
     def close(self) -> None:
-        """Forget the proxy; idempotent."""
+        """Remove the options of the proxy. Idempotent."""
         self._logs.forget(self._name)
 
     def note(self, request: IngressRequest, scope: Scope, seconds: float) -> None:
-        """Take a request that has ended."""
+        """Log a request that has ended."""
         route = request.route
         if not (self._is_on if route.access_log is None else route.access_log):
             return
-        # The fields of an `Access`, which would take as long to make as all the rest.
+        # The fields of an `Access` in their order: creating one would double the cost of this method.
         self._logs.access(
             (
                 self._clock.wall(),

@@ -1,8 +1,8 @@
 """The ingress: one ASGI application between the HTTP server and the routers.
 
-It finds the route, gives the request an id, applies its timeout and turns errors into responses. All of it
-runs once per request, so it reads each header once and awaits only the dispatch. The scope that it passes on
-has plain values that can cross a channel.
+It finds the route, assigns the request an id, applies its timeout and turns errors into responses. This code
+runs for every request, so it reads each header once and awaits only the dispatch. The scope that it passes on
+contains only plain values, which can be sent over a channel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged, known_of, note_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.access import AccessLog
-from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused, kept
+from daskserve.proxies.ingress.bodies import BodyMiddleware, BodyPreparation, cancellable, is_refused
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.metrics import READYZ, SYSTEM_ROUTES, IngressMetrics
 from daskserve.proxies.ingress.request import (
@@ -34,7 +34,7 @@ from daskserve.proxies.ingress.request import (
     response_to,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
-from daskserve.proxies.ingress.traced import begin_trace, end_trace
+from daskserve.proxies.ingress.tracing import begin_trace, end_trace
 from daskserve.telemetry.histogram import cause_of
 from daskserve.telemetry.tracing.carrier import TRACE
 
@@ -54,7 +54,8 @@ DENIAL = "websocket.http.response"
 NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
 NO_ROUTES = "There is no route yet."
-#: A success, so that load balancers continue: no other proxy may serve. The text is for operators.
+#: The status is a success, so that load balancers keep sending requests: there may be no other proxy. The
+#: text is for operators.
 STORE_IS_TAKEN = b"success, but another cluster has taken over the store of this instance"
 
 #: The keys of the scope of a request; see https://asgi.readthedocs.io/en/latest/specs/www.html
@@ -93,19 +94,19 @@ class IngressApp:
         ``await dispatch(endpoint, envelope, receive, send)`` answers the request. The envelope's head
         is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
     rng : random.Random
-        Draws the ids of requests that have none.
+        Generates the ids of requests without one.
     is_direct : bool
-        Whether the server calls the ingress without middlewares in between, which may keep the scope.
-    bodies : BodyGate, optional
-        Limits the bodies, and gathers those that their backend needs whole.
+        Whether the server calls the ingress without middlewares, which might keep the scope.
+    bodies : BodyPreparation, optional
+        Limits the size of bodies, and gathers those that their backend needs as a whole.
     unready : callable, optional
         Returns the names of the backends that should run and have no replica; None if that is not known.
     is_store_taken : callable, optional
         Returns whether another cluster has taken over the store of this instance.
     access_log : AccessLog, optional
-        Takes each request that has ended.
+        Logs each request that has ended.
     tracing : Tracing, optional
-        Makes the spans of sampled requests.
+        Creates the spans of sampled requests.
 
     Attributes
     ----------
@@ -116,7 +117,7 @@ class IngressApp:
     unanswered : int
         Requests that ended without a response, because the client disconnected or the server stopped.
     timed_out : int
-        Requests that reached their timeout, before or within the response.
+        Requests that timed out, before or during the response.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class IngressApp:
         dispatch: CallBackend,
         rng: random.Random,
         is_direct: bool = False,
-        bodies: BodyGate | None = None,
+        bodies: BodyPreparation | None = None,
         unready: Callable[[], Collection[str] | None] = tuple,
         is_store_taken: Callable[[], bool] = bool,
         access_log: AccessLog | None = None,
@@ -213,7 +214,7 @@ class IngressApp:
                 end_trace(self._tracing, request.span, request, scope)
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
-        # Not a coroutine: each step of the request would pass through it.
+        # Not a coroutine, which would add a frame to each step of the request.
         path = own_path = scope["path"]
         if self._root:
             path, own_path = self._split_root(path)
@@ -271,7 +272,7 @@ class IngressApp:
             )
 
     def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
-        """Return why this proxy should get no requests, or the instance is not ready; empty otherwise."""
+        """Return why a health check or readiness check fails; empty if it succeeds."""
         if self._is_draining:
             return DRAINING
         if not len(table):
@@ -287,7 +288,7 @@ class IngressApp:
         if request.timeout is not None:
             request.has_trusted_timeout = scope.pop(TRUSTED_TIMEOUT, False)
         if self._is_direct and scope["type"] == "http":
-            head: Any = scope  # made for this request, and not shared
+            head: Any = scope  # it belongs to this request only
         else:
             head = dict(scope)
             # A middleware may have added a value for the endpoint.
@@ -335,15 +336,15 @@ class IngressApp:
         gathering = None
         if request.has_body and not is_socket:
             if self._bodies is not None:
-                gathering = self._bodies.enter(endpoint, receive)
-            receive = kept(receive)
+                gathering = self._bodies.prepare(endpoint, receive)
+            receive = cancellable(receive)
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
         envelope.has_started = request.response.has_started
         envelope.is_direct = is_socket and self._is_direct
         envelope.model_id = request.model_id
-        if gathering is None:  # as for most
+        if gathering is None:  # the usual case
             return self._dispatch(endpoint, envelope, receive, request.response.send)
         return self._send(request, endpoint, envelope, receive, gathering)
 
@@ -357,7 +358,7 @@ class IngressApp:
     ) -> Coroutine[Any, Any, None]:
         if gathering is None:
             return self._dispatch(endpoint, envelope, receive, request.response.send)
-        envelope.has_body = True  # and not on demand any more
+        envelope.has_body = True  # no longer on demand
 
         async def send_gathered() -> None:
             await gathering
@@ -392,7 +393,7 @@ class IngressApp:
             )
         except RequestTimeoutError:
             if request.response.is_complete:
-                return  # user code continues, in its background tasks for example
+                return  # user code continues, for example with background tasks
             self.timed_out += asyncio.get_running_loop().time() >= deadline
             raise
 
@@ -401,10 +402,10 @@ class IngressApp:
         response = request.response
         request_id = response.request_id.decode("latin-1")
         if response.status:
-            # The headers are sent: only a closed connection shows the client that the response is incomplete.
+            # The headers are sent. Closing the connection shows the client that the response is cut.
             if not is_logged(error, request_id):
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
-                note_logged(error, request_id)  # the server would log it again
+                note_logged(error, request_id)  # otherwise the server would log it again
             raise error
         response.drop_start()
         reply = reply_to(error, request_id, debug=self._options.debug)
@@ -413,7 +414,7 @@ class IngressApp:
         elif (reply.hides_message or reply.status == ActorLostError.http_status) and not is_logged(
             error, request_id
         ):
-            # A loss is rare. 503 may be the answer to each request for a while.
+            # A lost replica is rare, whereas every request may be answered with 503 for a while.
             level = logging.WARNING if reply.status == ActorLostError.http_status else logging.INFO
             log.log(level, "Request %s was answered with %d: %s", request_id, reply.status, error)
         await self._refuse(request, reply.status, reply.text, reply.headers)
@@ -453,7 +454,7 @@ def _server_of(scope: Scope) -> str:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value can cross a channel: text, bytes, numbers, and containers of these."""
+    """Return whether a value can be sent over a channel: text, bytes, numbers, and containers of these."""
     if isinstance(value, _PLAIN_TYPES):
         return True
     if isinstance(value, (list, tuple)):
@@ -468,4 +469,4 @@ def build_app(ingress: ASGIApp, middlewares: Iterable[Middleware] = ()) -> ASGIA
     app = ingress
     for middleware in reversed(list(middlewares)):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
-    return app if app is ingress else BodyKeeper(app)
+    return app if app is ingress else BodyMiddleware(app)

@@ -1,7 +1,7 @@
-"""What the ingress does with the body of a request before it sends the request to a replica.
+"""Prepares the body of a request before the request is sent to a replica.
 
-A plain function cannot wait for its body, so the body is gathered first: a client that sends it slowly, or
-not at all, then holds a connection and no slot of a replica. The endpoint also sets the maximum size.
+A plain function cannot wait for its body, so the body is gathered first. A client that sends it slowly, or
+not at all, then occupies a connection, but no slot of a replica. The endpoint also sets the maximum size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from daskserve.common.types import BodyUse, Message, Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.request.body import RequestBody
 
-#: The body of the request that the present task answers, if middlewares may hide it. Weak, because tasks
-#: that last, as for a connection between processes, keep the context they began in.
+#: The body of the request that the current task answers, because middlewares may hide it. The reference is
+#: weak, because long-lived tasks, such as those of a channel, keep the context in which they were created.
 _hidden_body: ContextVar[ref[RequestBody] | None] = ContextVar("daskserve_body", default=None)
 
 
-class BodyKeeper:
-    """A middleware around all others, of which each may replace ``receive`` and the scope."""
+class BodyMiddleware:
+    """The outermost middleware: remembers the body, because others may replace ``receive`` and the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -45,11 +45,11 @@ def is_refused(receive: Receive) -> bool:
     return body is not None and body.is_refused
 
 
-class KeptReceive:
-    """A middleware's ``receive`` whose calls may be cancelled: the next call returns what was then read.
+class CancellableReceive:
+    """Wraps a middleware's ``receive`` so that a cancelled call loses no message: the next call returns it.
 
-    `RequestBody.receive` loses nothing if it is cancelled. A middleware may, and may need that each of its
-    calls ends in the task in which it began.
+    `RequestBody.receive` loses nothing if it is cancelled, but a middleware's ``receive`` may. It may also
+    require that each call ends in the task in which it began.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -66,26 +66,25 @@ class KeptReceive:
 
 
 def _note_error(reading: asyncio.Future[Message]) -> None:
-    # Without this, asyncio logs an error that nobody waits for any more.
+    # Otherwise asyncio logs the error if no further call awaits it.
     if not reading.cancelled():
         reading.exception()
 
 
-def kept(receive: Receive) -> Receive:
-    """Return a ``receive`` whose calls may be cancelled."""
-    return receive if isinstance(receive, RequestBody) else KeptReceive(receive)
+def cancellable(receive: Receive) -> Receive:
+    """Return a ``receive`` whose calls lose no message if they are cancelled."""
+    return receive if isinstance(receive, RequestBody) else CancellableReceive(receive)
 
 
-class BodyGate:
+class BodyPreparation:
     """Prepares the bodies of one ingress.
 
     Parameters
     ----------
     rules_of : callable
-        Returns what happens to the bodies of requests to an endpoint, and their maximum size; None if that is
-        not known yet.
+        Returns how the bodies of an endpoint are read, and their maximum size; None if not known yet.
     wait_for_rules : callable
-        Returns an awaitable, after which they are known.
+        Returns an awaitable that ends when they are known.
     check_queue : callable
         Raises `BackPressureError` if no further request to an endpoint may wait for a slot.
     """
@@ -100,25 +99,28 @@ class BodyGate:
         self._wait_for_rules = wait_for_rules
         self._check_queue = check_queue
 
-    def enter(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
-        """Begin a request with a body; return what to wait for before it is sent, with the same errors.
+    def prepare(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
+        """Apply the rules of an endpoint to a body.
+
+        Returns an awaitable that ends when the request can be sent, and may raise the same errors; None if
+        it can be sent at once.
 
         Raises
         ------
         BodyTooLargeError
             The body exceeds the maximum size.
         BackPressureError
-            The body has not arrived, and no further request may wait for a slot.
+            The body is incomplete, and no further request may wait for a slot.
         """
         body = _body_of(receive)
         if body is None:
             return None
         rules = self._rules_of(endpoint)
         if rules is None:
-            return self._enter_when_known(endpoint, body)
-        return self._enter(endpoint, body, *rules)
+            return self._prepare_when_known(endpoint, body)
+        return self._prepare(endpoint, body, *rules)
 
-    def _enter(
+    def _prepare(
         self, endpoint: str, body: RequestBody, use: BodyUse, max_bytes: int
     ) -> Awaitable[None] | None:
         if body.is_ended and body.received_bytes <= max_bytes:
@@ -129,9 +131,9 @@ class BodyGate:
         self._check_queue(endpoint)
         return body.gather(drops=use == "drop")
 
-    async def _enter_when_known(self, endpoint: str, body: RequestBody) -> None:
+    async def _prepare_when_known(self, endpoint: str, body: RequestBody) -> None:
         while (rules := self._rules_of(endpoint)) is None:
             await self._wait_for_rules(endpoint)
-        gathering = self._enter(endpoint, body, *rules)
+        gathering = self._prepare(endpoint, body, *rules)
         if gathering is not None:
             await gathering

@@ -1,13 +1,13 @@
 """The HTTP responses to errors.
 
-1. `BackPressureError`: 503, and ``Retry-After`` says when.
+1. `BackPressureError`: 503, with its delay as ``Retry-After``.
 2. `ActorLostError` and `QuarantinedError`: 502; the caller decides whether to send the request again.
 3. Other `UnavailableError`: 503, ``Retry-After: 1``.
 4. Other errors of daskserve with a status below 500: their status and message.
 5. All other errors, including those of user code: 500 without details; with ``debug``, the traceback.
 
-The messages of 2 and 3 help those who run the cluster, and may name its addresses and replicas. Unknown
-clients get the reason and the id of the request, with which the log has the message.
+The messages of 2 and 3 are for operators, and may contain addresses and names of replicas. Clients get the
+reason and the id of the request; the log has the message under this id.
 """
 
 from __future__ import annotations

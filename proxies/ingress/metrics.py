@@ -1,7 +1,6 @@
 """Metrics of the ingress: responses by route, method and status, their durations, and the causes of errors.
 
-Clients cannot create new time series: paths without a route are counted together, and so are all methods that
-are not registered.
+Clients cannot create time series: all paths without a route share one, and so do all unregistered methods.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from daskserve.telemetry.table import MetricSample
 #: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
 METHODS = frozenset((*ALL_HTTP_METHODS, "WEBSOCKET"))
 OTHER_METHOD = "OTHER"
-#: The status of requests whose client disconnected before the response, as other servers log it.
+#: The status of requests whose client disconnected before the response; nginx uses the same one.
 CLIENT_GONE = 499
-#: Above this number of routes, the metrics of deleted ones are dropped.
+#: Above this number of routes, the metrics of deleted routes are dropped.
 MAX_ROUTES = 1000
-#: Maximum number of routes within one application that are counted apart.
+#: Maximum number of routes of one application that have separate metrics.
 MAX_MATCHED = 200
 
-#: The paths at which a proxy answers whether it can take requests, and whether all that should run does.
+#: The paths of the health check (can this proxy take requests?) and of the readiness check (does every
+#: deployment that should run have a replica?).
 HEALTHZ, READYZ = "/-/healthz", "/-/readyz"
-#: The routes of requests that match none, and of those that the ingress answers.
+#: The route of requests that match none, and the routes that the ingress itself answers.
 NO_ROUTE = Route("", "", frozenset())
 SYSTEM_ROUTES: Mapping[str, Route] = {
     path: Route(path, "", frozenset(("GET", "HEAD"))) for path in (HEALTHZ, READYZ, "/-/routes")
@@ -41,7 +41,7 @@ class RouteMetrics:
     def __init__(self) -> None:
         #: By method and status.
         self.responses: dict[tuple[str, int], int] = {}
-        #: By cause: those of `daskserve.telemetry.histogram.cause_of`, and some of the ingress.
+        #: By cause: see `daskserve.telemetry.histogram.cause_of`; the ingress has a few more.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
 
@@ -50,18 +50,18 @@ class IngressMetrics:
     """The counts of one ingress."""
 
     def __init__(self) -> None:
-        #: By the route, the endpoint, and the route within the endpoint's application.
+        #: By route, endpoint, and matched route within the endpoint's application.
         self._routes: dict[tuple[str, str, str], RouteMetrics] = {}
-        #: By endpoint, how many routes within its application are counted apart.
+        #: The number of matched routes with separate metrics, by endpoint.
         self._matched: dict[str, int] = {}
-        #: Requests whose own id is not used.
+        #: The number of requests with an invalid id, which is replaced.
         self.bad_ids = 0
         #: The durations of dropped routes.
         self._dropped = LatencyHistogram()
 
     @property
     def latency(self) -> LatencyHistogram:
-        """The durations of all requests, of dropped routes too."""
+        """The durations of all requests, including those of dropped routes."""
         total = LatencyHistogram()
         for each in [self._dropped, *(metrics.latency for metrics in self._routes.values())]:
             total.add(each.counts, each.sum)
@@ -79,7 +79,8 @@ class IngressMetrics:
     ) -> None:
         """Count a request that has ended.
 
-        ``cause`` is empty without an error, and ``matched`` unless the application reports a matched route.
+        ``cause`` is empty without an error. ``matched`` is empty unless the application reports which of its
+        routes has matched.
         """
         metrics = self._routes.get((route.route, route.endpoint, matched))
         if metrics is None:
@@ -100,7 +101,7 @@ class IngressMetrics:
                 metrics.latency.note_trace(seconds, span)
 
     def _metrics_of(self, route: Route, matched: str) -> RouteMetrics:
-        # An application may report any number of routes; only the first ones are counted apart.
+        # An application may report any number of routes; only the first ones have separate metrics.
         known = self._matched.get(route.endpoint, 0)
         if matched and known >= MAX_MATCHED:
             matched = ""
@@ -109,7 +110,7 @@ class IngressMetrics:
         return self._routes.setdefault((route.route, route.endpoint, matched), RouteMetrics())
 
     def totals(self) -> dict[str, Any]:
-        """Return the ended requests and those with a 5xx, also by endpoint, and their latencies."""
+        """Return the numbers of requests and 5xx responses, in total and by endpoint, and the latencies."""
         endpoints: dict[str, list[int]] = {}
         ended = failed = 0
         for (_, endpoint, _), metrics in self._routes.items():

@@ -1,4 +1,4 @@
-"""One request of the ingress: the headers that the ingress reads, and the response."""
+"""One request in the ingress: the headers that the ingress reads, and the response."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HOST = b"host"
 CONTENT_LENGTH = b"content-length"
 TRANSFER_ENCODING = b"transfer-encoding"
 EXPECT = b"expect"
-#: Names the multiplexed model; proxies in front may have changed underscores to hyphens.
+#: The headers that name the multiplexed model; reverse proxies may have changed underscores to hyphens.
 MODEL_ID = frozenset(
     b"serve%bmultiplexed%bmodel%bid" % each for each in itertools.product((b"_", b"-"), repeat=3)
 )
-#: Names the session, unless an option of the deployment names another source.
+#: The header that names the session, unless the deployment's router has another source.
 SESSION_ID = b"x-session-id"
 MAX_SESSION = 1024
 _HEADERS_READ = frozenset(
@@ -47,8 +47,8 @@ _HEADERS_READ = frozenset(
     )
 )
 
-#: An id that a client may choose: it appears in headers, in logs and in user code. Heroku and Rails have
-#: similar rules; the punctuation is that of UUIDs, base64 and the trace ids of AWS.
+#: A valid id from a client: it appears in headers, in logs and in user code. Heroku and Rails have similar
+#: rules. The punctuation is that of UUIDs, base64 and the trace ids of AWS.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9\-._~+/=:@]{1,128}")
 
 
@@ -58,25 +58,25 @@ class IngressRequest:
     Attributes
     ----------
     route : Route
-        What answers the request, for the metrics.
+        The route that matched, for the metrics.
     cause : str
-        What went wrong, for the metrics.
+        The cause of an error, for the metrics; empty without one.
     """
 
     # Most requests neither read nor change these.
     #: Whether a trusted forwarder sent the timeout.
     has_trusted_timeout = False
     host = b""
-    #: The trace context that it passes on; None without one.
+    #: The trace context to pass on; None without one.
     trace: Carrier | None = None
-    #: Its span, if it is sampled.
+    #: The span, if the request is sampled.
     span: RecordedSpan | None = None
     has_trace_headers = False
     #: Whether the client's id is not valid.
     has_bad_id = False
-    #: The multiplexed model that it names.
+    #: The multiplexed model; empty if none is named.
     model_id = ""
-    #: Its session.
+    #: The session; empty without one.
     session_id = ""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], response: Response) -> None:
@@ -131,13 +131,13 @@ def parameter_of(scope: Mapping[str, Any], name: str) -> str:
 
 
 def response_to(send: Send) -> Response:
-    """Return the server's response if ``send`` is its method; otherwise one that passes on its messages."""
+    """Return the server's own response if ``send`` is its method; otherwise one that calls ``send``."""
     found = getattr(send, "__self__", None)
     return found if isinstance(found, Response) else PassedResponse(send)
 
 
 class PassedResponse(Response):
-    """A response that is sent through a middleware, as messages of ASGI."""
+    """A response that is sent through middlewares, as ASGI messages."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -155,7 +155,7 @@ class PassedResponse(Response):
 
 
 class WebSocketResponse(Response):
-    """What a WebSocket sends; an HTTP response to its handshake denies it."""
+    """The messages that a WebSocket sends; an HTTP response to the handshake denies it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -171,7 +171,7 @@ class WebSocketResponse(Response):
             self.is_gone = True
             if self.status != 101:
                 raise
-            return  # the application gets a disconnect, and may have to clean up then
+            return  # the application receives a disconnect, and can clean up then
         if not self.status:
             answers = {"websocket.accept": 101, "websocket.close": 403}
             self.status = answers.get(kind) or message.get("status", 0)
@@ -181,7 +181,7 @@ class WebSocketResponse(Response):
 
 
 def parse_timeout(value: bytes, *, limit_s: float | None, is_trusted: bool = False) -> float | None:
-    """Return the timeout of a request in seconds, by its header and the operator's limit; None for no limit.
+    """Return the timeout of a request in seconds, given its header and the operator's limit; None for none.
 
     Zero, negative and infinite values mean no limit. Values that are not numbers are ignored. Only a trusted
     sender may exceed the operator's limit.
@@ -190,7 +190,7 @@ def parse_timeout(value: bytes, *, limit_s: float | None, is_trusted: bool = Fal
         seconds = float(value)
     except ValueError:
         return limit_s
-    if seconds != seconds:  # "nan" is a float, but no time
+    if seconds != seconds:  # float() accepts "nan"
         return limit_s
     wanted_s = seconds if 0 < seconds < float("inf") else None
     if is_trusted or limit_s is None:

@@ -1,8 +1,8 @@
-"""Finds the endpoint for a path.
+"""Finds the route of a path.
 
-A lookup walks the segments of the path from the left, and remembers the last route it found. Its cost depends
-on the segments of the deepest route only, not on the number of routes or the length of the path. Variables
-need a tree of segments, which exists only if a route has some.
+A lookup walks the segments of the path from the left, and remembers the last route that matched. Its cost
+depends only on the depth of the deepest route, not on the number of routes or the length of the path. Routes
+with variables need a tree of segments, which is built only if there are some.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Route:
     Attributes
     ----------
     route : str
-        As it was written, without a trailing slash unless it is ``"/"``.
+        The route as written, without a trailing slash unless it is ``"/"``.
     application : str
-        The application that it belongs to; empty if none.
+        The application of the endpoint; empty if it has none.
     prefix : str
         The part of the path that it matched; empty for ``"/"``.
     path_params : mapping or None
         The values of its variables; None if it has none.
     access_log : bool or None
-        Whether its requests are in the access log; None if its deployment does not say.
+        Whether its requests are logged; None if its deployment does not set ``enable_access_log``.
     """
 
     route: str
@@ -43,7 +43,7 @@ class Route:
 
     @property
     def takes_any_method(self) -> bool:
-        """Whether it has all usual methods; then it takes others, too, such as those of WebDAV."""
+        """Whether all standard methods are allowed; then all others are, too, such as those of WebDAV."""
         return self.methods.issuperset(ALL_HTTP_METHODS)
 
 
@@ -61,7 +61,7 @@ class RouteTable:
     def __init__(self, routes: Mapping[str, Mapping[str, Any]]) -> None:
         # Keyed without the trailing slash, so that "/" becomes "" and is a prefix of every path.
         self._routes: dict[str, Route] = {}
-        #: The routes of applications that are not up yet, for paths without another route.
+        #: The routes of applications that are being deployed for the first time; they match last.
         self._pending: RouteTable | None = None
         pending = {
             route: {**target, "pending": False} for route, target in routes.items() if target.get("pending")
@@ -82,10 +82,9 @@ class RouteTable:
         self._tree = _Segment.tree(self._routes) if any(map(has_variables, self._routes)) else None
 
     def match(self, path: str) -> Route | None:
-        """Return the longest route that ``path`` equals or continues after a slash.
+        """Return the longest route that ``path`` equals, or continues after a slash; None without one.
 
-        Where a fixed segment and a variable both match, the routes with the fixed one come first. Pending
-        routes come last.
+        A fixed segment takes precedence over a variable. Pending routes come last.
         """
         routes = self._routes
         if self._tree is not None and path.startswith("/"):
@@ -105,11 +104,11 @@ class RouteTable:
         return best
 
     def endpoints(self) -> dict[str, str]:
-        """Return ``{route: endpoint}``, in the order of the routes; without those that are pending."""
+        """Return ``{route: endpoint}`` without pending routes, sorted by route."""
         return {route.route: route.endpoint for _, route in sorted(self._routes.items())}
 
     def names(self) -> dict[str, str]:
-        """Return each route with its application, or its endpoint if it has no application, in order."""
+        """Return ``{route: application}``, sorted; the endpoint for a route without an application."""
         routes = sorted(self._routes.items())
         return {route.route: route.application or route.endpoint for _, route in routes}
 
@@ -121,7 +120,7 @@ class RouteTable:
 
 
 class _Segment:
-    """A node of the tree of routes: what may follow one segment."""
+    """A node of the tree of routes: the segments that may follow."""
 
     def __init__(self) -> None:
         self.route: Route | None = None
@@ -152,9 +151,9 @@ class _Segment:
         return self._variable[shape][1]
 
     def find(self, path: str, start: int = 0, values: tuple[Any, ...] = ()) -> Route | None:
-        """Return the best route for a path, of which the part up to the slash at ``start`` has matched.
+        """Return the best route for a path whose part up to the slash at ``start`` has matched.
 
-        Each node is tried once at most: it belongs to one position in the path.
+        Each node is visited at most once, because it belongs to one position in the path.
         """
         if start < len(path):
             end = path.find("/", start + 1)

@@ -1,1 +1,1 @@
-"""HTTP servers that carry the ingress: on Tornado, and on asyncio."""
+"""HTTP servers that run the ingress, on Tornado or on asyncio."""

@@ -1,7 +1,7 @@
-"""Connections on the transports of the running event loop: asyncio's, or uvloop's where that is installed.
+"""Connections on the transports of the running event loop: asyncio's, or uvloop's if it is installed.
 
-The event loop's own server is not used: asyncio's drops connections that are being set up when it is closed,
-and neither asyncio's nor uvloop's reports when all have ended.
+The event loop's ``create_server`` is not used: when asyncio's server is closed, it drops connections that are
+being set up, and neither asyncio's nor uvloop's reports when all connections have ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The health port of a proxy: for probes of load balancers and Kubernetes, outside the user's middlewares.
+"""The health port of a proxy, for probes by load balancers and Kubernetes.
 
-It answers ``/-/healthz`` and ``/-/readyz``, without TLS and with separate limits, so that probes succeed
-while ``max_connections`` are open. It opens with the proxy's main port, and closes when the proxy begins to
-drain. From then on, connections are refused, or reach another proxy that listens on the same port of the
-host, such as the successor.
+It answers ``/-/healthz`` and ``/-/readyz`` without TLS and without the user's middlewares. It has separate
+limits, so that probes succeed while ``max_connections`` are open. It opens with the proxy's main port, and
+closes when the proxy begins to drain. From then on, probes are refused, or reach another proxy on the same
+port of the host, such as the successor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
 from daskserve.proxies.ingress.metrics import HEALTHZ, READYZ
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
 
-#: The limits of the health port, in place of the proxy's own.
+#: The limits of the health port, which replace those of the main port.
 _LIMITS: Mapping[str, float] = {"max_connections": 100, "max_body_bytes": 0, "keep_alive_timeout_s": 60.0}
 
 
@@ -45,11 +45,11 @@ def health_server(ingress: ASGIApp, options: HTTPOptions, **arguments: Any) -> H
     Parameters
     ----------
     **arguments
-        Those of `HTTPServer`, as for the proxy's own port.
+        The arguments of `HTTPServer` for the proxy's main port.
     """
     if options.health_port is None:
         return None
-    place = {"host": options.health_host or options.host, "port": options.health_port}
-    values = SimpleNamespace(**{**vars(options), **place, **_LIMITS})
+    address = {"host": options.health_host or options.host, "port": options.health_port}
+    values = SimpleNamespace(**{**vars(options), **address, **_LIMITS})
     served = cast("HTTPOptions", values)
     return HTTPServer(HealthApp(ingress), served, port_option="health_port", **arguments)

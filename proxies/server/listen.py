@@ -1,8 +1,8 @@
-"""Listening sockets, and clear errors when they cannot be opened.
+"""Opens listening sockets, and raises clear errors if they cannot be opened.
 
-With ``SO_REUSEPORT``, a second program of the same user can bind a port that is in use, without an error, and
-receives a share of its connections. So the first listener of an instance on a host binds an ordinary socket
-first, to check that the port is free.
+With ``SO_REUSEPORT``, another program of the same user can bind a port that is in use, without an error, and
+then gets a share of its connections. So the first listener of an instance on a host checks that the port is
+free: it first binds a socket without this option.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from daskserve.errors import BadRequestError, InstanceError, PortInUseError
 from daskserve.options.http import HTTPOptions
 
-#: Connections that may wait to be accepted; the kernel limits it to net.core.somaxconn.
+#: Maximum number of connections that wait to be accepted; Linux limits it to ``net.core.somaxconn``.
 BACKLOG = 2048
-#: A free port of one address family may be taken in the other.
+#: Attempts at finding a free port: one that is free for IPv4 may be in use for IPv6.
 _FREE_PORT_ATTEMPTS = 8
 
 _NO_SUCH_ADDRESS = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
 def can_share_ports() -> bool:
-    """Return whether two processes can listen on one port of this platform."""
+    """Return whether several processes can listen on one port on this platform."""
     return hasattr(socket, "SO_REUSEPORT")
 
 
@@ -42,21 +42,21 @@ async def bind_sockets(
     port : int
         0 selects a free port.
     reuse_port : bool
-        Let further listeners of this user share the port.
+        Let other listeners of the same user share the port.
     claims_port : bool
-        Whether a port that other listeners share counts as taken. False for the second and later listeners
-        of an instance.
+        Raise an error if other listeners share the port. False for the second and later listeners of an
+        instance.
     option : str
-        The HTTP option that has the port, for errors.
+        The HTTP option that sets the port, for errors.
 
     Raises
     ------
     PortInUseError
-        Another program listens on it.
+        Another program listens on the port.
     BadRequestError
         The host does not resolve, is not an address of this machine, or the platform cannot share ports.
     InstanceError
-        The operating system refuses for another reason.
+        The operating system reports another error.
     """
     if reuse_port and not can_share_ports():
         raise BadRequestError("This platform has no SO_REUSEPORT, so proxies cannot share one port.")
@@ -72,11 +72,11 @@ async def bind_sockets(
 
 
 def check_ports(options: HTTPOptions) -> None:
-    """Raise what a proxy on this machine would raise if it began to listen now; see `bind_sockets`."""
-    wanted = [(options.host, options.port, "port")]
+    """Raise the error that a proxy on this machine would raise if it listened now; see `bind_sockets`."""
+    requested = [(options.host, options.port, "port")]
     if options.health_port is not None:
-        wanted.append((options.health_host or options.host, options.health_port, "health_port"))
-    for host, port, option in wanted if options.has_proxies else ():
+        requested.append((options.health_host or options.host, options.health_port, "health_port"))
+    for host, port, option in requested if options.has_proxies else ():
         for each in asyncio.run(bind_sockets(host or "", port, option=option)):
             each.close()
 
@@ -90,7 +90,7 @@ async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
                 bare, port, type=socket.SOCK_STREAM, flags=flags | socket.AI_NUMERICHOST
             )
         except socket.gaierror:
-            # A name is looked up in another thread: a name server may take its time, the loop may not.
+            # Resolving a name may take long, so it runs in another thread.
             loop = asyncio.get_running_loop()
             found = await loop.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as error:
@@ -110,22 +110,22 @@ def _bind_all(
         sockets: list[socket.socket] = []
         absent: OSError | None = None
         for family, address in addresses:
-            wanted = (address[0], port, *address[2:])
+            bound = (address[0], port, *address[2:])
             try:
                 if reuse_port and claims_port:
-                    with _listening(family, wanted) as trial:
-                        wanted = (address[0], trial.getsockname()[1], *address[2:])
-                sock = _listening(family, wanted, reuse_port=reuse_port)
+                    with _listening(family, bound) as trial:
+                        bound = (address[0], trial.getsockname()[1], *address[2:])
+                sock = _listening(family, bound, reuse_port=reuse_port)
             except OSError as error:
                 if error.errno not in _NO_SUCH_ADDRESS:
                     raise
-                absent = error  # often ::1 for localhost in a container; another address may do
+                absent = error  # for example ::1 for localhost in a container; others may work
                 continue
             sockets.append(opened.enter_context(sock))
             port = sock.getsockname()[1]
         if not sockets:
             raise BadRequestError(
-                f"Cannot listen on {host!r}: it is no address of this machine. "
+                f"Cannot listen on {host!r}: it is not an address of this machine. "
                 "Use one that is, or 0.0.0.0 for all of them."
             ) from absent
         opened.pop_all()

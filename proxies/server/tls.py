@@ -1,4 +1,4 @@
-"""TLS for the ingress: the certificate and its key are read on the host of the proxy."""
+"""The TLS context of a proxy, from the certificate and key on its host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from daskserve.errors import BadRequestError
 def server_context(
     certfile: str | None, keyfile: str | None = None, password: str | None = None
 ) -> ssl.SSLContext | None:
-    """Return the context of an HTTPS server; None without a certificate.
+    """Return the TLS context of a server; None without a certificate.
 
     Raises
     ------
     BadRequestError
-        A file is missing, or the two are not a certificate and its key; the message names the host.
+        A file is missing, or the files are not a certificate and its key. The message names the host.
     """
     if certfile is None:
         return None
@@ -28,7 +28,7 @@ def server_context(
     try:
         # Without a password OpenSSL would ask for one at the terminal.
         context.load_cert_chain(certfile, keyfile, password or "")
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
+    except (OSError, ValueError) as error:  # SSLError is an OSError
         secret = "ssl_keyfile_password does not open it" if password else "it may need ssl_keyfile_password"
         raise BadRequestError(
             f"{certfile!r} and {keyfile or certfile!r} on {socket.gethostname()} are not a certificate and "
@@ -44,5 +44,5 @@ def _check_readable(option: str, name: str) -> None:
     except OSError as error:
         raise BadRequestError(
             f"{option}={name!r} cannot be read on {socket.gethostname()}, where the proxy runs: "
-            f"{error.strerror}. Give an absolute path that is good on every host with a proxy."
+            f"{error.strerror}. Give an absolute path that exists on every host with a proxy."
         ) from error

@@ -1,7 +1,7 @@
-"""Tornado's streams, which call back with what they receive.
+"""Tornado's streams, which pass the data that they receive to a protocol.
 
-The stream's ``read_until_regex`` is not used: after each piece that is received it searches all that it has,
-and took 2 ms for each byte that a client appended to a head of 60 kB.
+The stream's ``read_until_regex`` is not used: it searches its whole buffer whenever it receives data, and
+took 2 ms for each byte that a client appended to a head of 60 kB.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream
 
-#: How much is read at a time, and after how much other connections have their turn.
+#: How much is read at a time, and how much in one iteration of the event loop.
 _PIECE_BYTES = 64 * 1024
 _TURN_BYTES = 256 * 1024
-#: An argument of ``IOStream.close``: without it, Tornado closes a stream at the end of the client's data.
+#: Argument of ``IOStream.close`` that tells it from a call by Tornado at the end of the client's data.
 _NO_ERROR = (None, None, None)
 
 
 class PlainStream(IOStream):
-    """A TCP connection that counts what it has sent, and may outlast the end of the client's data.
+    """A TCP connection that counts the bytes it has sent, and may stay open after the client's data ends.
 
-    Python reads the attributes of an object faster while there are at most thirty. Tornado's streams have
-    almost as many, so the reader is a separate object.
+    The reader is a separate object, because Python reads attributes faster if an object has at most thirty,
+    and Tornado's streams have almost as many.
     """
 
-    #: How many bytes the operating system has taken.
+    #: The number of bytes that the operating system has accepted.
     sent_bytes = 0
-    #: Returns whether the connection stays open when the client has ended its side.
+    #: Returns whether the connection stays open after the client has ended its side.
     stays_open: Callable[[], bool] = staticmethod(lambda: False)
 
     def abort(self) -> None:
@@ -44,15 +44,15 @@ class PlainStream(IOStream):
             super().close(exc_info)
 
     def _stop_reading(self) -> None:
-        # The end of the data would be reported in each turn of the event loop.
+        # Otherwise the end of the data would be reported in each iteration of the event loop.
         if not self.closed():
             self.io_loop.update_handler(self.fileno(), IOLoop.WRITE if self.writing() else IOLoop.NONE)
 
     def send_now(self, data: Any) -> int:
-        """Send as many bytes as the operating system takes at once, and return their number.
+        """Send as many bytes as the operating system accepts at once, and return their number.
 
-        That is all of nearly every response, in a third of the time of `write`. No earlier bytes may be
-        unsent. After an error it returns 0, and `write` reports the error.
+        Nearly all responses are sent whole, in a third of the time of `write`. Call this only if no earlier
+        bytes are unsent. After an error it returns 0, and `write` reports the error.
         """
         if self.closed():
             return 0
@@ -67,13 +67,13 @@ class PlainStream(IOStream):
         try:
             sent_bytes = super().write_to_fd(data)
         finally:
-            del data  # Tornado cannot shrink its buffer while something refers to it
+            del data  # Tornado cannot shrink its buffer while a view of it exists
         self.sent_bytes += sent_bytes
         return sent_bytes
 
 
 class StreamReader:
-    """Reads a stream, and passes what it receives to a protocol."""
+    """Reads a stream, and passes the data to a protocol."""
 
     def __init__(self, stream: PlainStream, protocol: Any) -> None:
         self.protocol = protocol
@@ -83,22 +83,22 @@ class StreamReader:
         self._is_paused = False
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._stream.stays_open = self._has_ended
         self._read()
 
     def pause(self) -> None:
-        """Read nothing more for now."""
+        """Pause reading."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Read again."""
+        """Resume reading. Idempotent."""
         if self._is_paused:
             self._is_paused = False
             asyncio.get_running_loop().call_soon(self._read)
 
     def take_unread(self) -> bytes:
-        """Return what was received and not passed on; the connection continues on a copy of the socket."""
+        """Return unprocessed data, so that the connection can continue on a copy of the socket."""
         self._is_paused = True
         received, reading, stream = b"", self._reading, self._stream
         if reading is not None:
@@ -109,19 +109,19 @@ class StreamReader:
         return received + more.result() if more.done() and more.exception() is None else received
 
     def end(self) -> None:
-        """Pass on nothing from now on, and have the stream close when the client ends its side."""
+        """Stop passing on data, and let the stream close when the client ends its side."""
         self._is_paused = True
         self._stream.__dict__.pop("stays_open", None)
 
     def _has_ended(self) -> bool:
-        if self._stays_open is None:  # Tornado sees the end more than once
+        if self._stays_open is None:  # Tornado reports the end more than once
             self._stays_open = bool(self.protocol.eof_received())
         return self._stays_open
 
     def _read(self, _: object = None) -> None:
-        """Pass on what is received, until nothing more is there or others have their turn."""
+        """Pass on data until there is no more, or until `_TURN_BYTES` were read."""
         read_bytes, stream = 0, self._stream
-        # A closed stream still returns what it has buffered: that is not served.
+        # A closed stream still returns its buffered data, which is not served.
         while not self._is_paused and not stream.closed():
             if self._reading is None:
                 try:
@@ -143,15 +143,15 @@ class StreamReader:
 
 
 class TLSStream(PlainStream, SSLIOStream):
-    """The same over TLS; the first read includes the handshake."""
+    """A `PlainStream` over TLS; the first read includes the handshake."""
 
     def send_now(self, data: Any) -> int:
-        """Send nothing: what is written has to wait for the handshake, and may have to be read for."""
+        """Send nothing: writes have to wait for the handshake, and may need reads."""
         return 0
 
 
 def open_stream(sock: Any, tls: ssl.SSLContext | None) -> PlainStream:
-    """Return the stream of an accepted connection; raise `OSError` if that is lost."""
+    """Return the stream of an accepted connection; raise `OSError` if the connection is lost."""
     if tls is None:
         return PlainStream(sock)
     return TLSStream(tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))

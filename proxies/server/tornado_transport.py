@@ -1,4 +1,4 @@
-"""Connections on Tornado's ``IOStream``, behind the interface of asyncio's transports."""
+"""Connections on Tornado's ``IOStream``, with the interface of asyncio's transports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def connect(connection: HTTPConnection, sock: socket.socket) -> None:
 
 
 class TornadoTransport(asyncio.Transport):
-    """Reads and writes a stream for a protocol, which has to pause while anything is unsent."""
+    """Reads and writes a stream for a protocol, which pauses writing while any data is unsent."""
 
     def __init__(self, stream: PlainStream, protocol: asyncio.Protocol) -> None:
         super().__init__({"socket": stream.socket})
@@ -32,7 +32,7 @@ class TornadoTransport(asyncio.Transport):
         self._unsent: asyncio.Future[None] | None = None  # the last write, until it is sent
         self._when_sent: Callable[[], None] | None = None
         self._is_closing = False
-        stream.set_nodelay(True)  # a response is written whole, or in parts that are wanted at once
+        stream.set_nodelay(True)  # a response is written whole, or in parts to be sent at once
         protocol.connection_made(self)
         stream.set_close_callback(self._note_lost)
         self._reader.start()
@@ -47,7 +47,7 @@ class TornadoTransport(asyncio.Transport):
         self._reader.resume()
 
     def take_unread(self) -> bytes:
-        """Return what was received and not passed on; the connection continues on a copy of the socket."""
+        """Return unprocessed data, so that the connection can continue on a copy of the socket."""
         return self._reader.take_unread()
 
     def write(self, data: Any) -> None:
@@ -70,7 +70,7 @@ class TornadoTransport(asyncio.Transport):
         return 0 if self._stream.closed() else self._accepted_bytes - self._stream.sent_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Do nothing: the protocol pauses while anything is unsent."""
+        """Do nothing: the protocol pauses while any data is unsent."""
 
     def can_write_eof(self) -> bool:
         return not isinstance(self._stream, TLSStream)
@@ -91,7 +91,7 @@ class TornadoTransport(asyncio.Transport):
         self._stream.abort()
 
     def _end(self, end: Callable[[], None]) -> None:
-        """End this side, or both, once all is sent."""
+        """Call ``end`` once all data is sent."""
         if self._unsent is None:
             end()
         else:

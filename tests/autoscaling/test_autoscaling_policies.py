@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
-from daskserve.autoscaling.cron import CronLine
+from daskserve.autoscaling.cron import CronExpression
 from daskserve.autoscaling.latency import quantile_of
 from daskserve.autoscaling.loading import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -389,16 +389,16 @@ def test_an_invalid_schedule_is_refused(kwargs: dict[str, Any]) -> None:
     ],
 )
 def test_cron_expressions_have_the_meaning_of_cron(line: str, at: str, last: str) -> None:
-    assert CronLine.parse(line).last_before(datetime.fromisoformat(at)) == datetime.fromisoformat(last)
+    assert CronExpression.parse(line).last_before(datetime.fromisoformat(at)) == datetime.fromisoformat(last)
 
 
 def test_a_bad_cron_expression_is_named_with_the_remedy() -> None:
     with pytest.raises(
         ValueError, match=r"'61 8 \* \* \*' is not a cron expression \(Bad minute\); give minute, "
     ):
-        CronLine.parse("61 8 * * *")
+        CronExpression.parse("61 8 * * *")
     with pytest.raises(ValueError, match=r"'0 8' is not a cron expression; give five fields: minute, hour, "):
-        CronLine.parse("0 8")
+        CronExpression.parse("0 8")
 
 
 def test_a_schedule_follows_the_wall_clock_when_daylight_saving_begins_and_ends() -> None:
@@ -414,6 +414,6 @@ def test_a_schedule_follows_the_wall_clock_when_daylight_saving_begins_and_ends(
 @given(st.text(max_size=20))
 def test_any_text_is_a_cron_expression_or_a_value_error(text: str) -> None:
     try:
-        CronLine.parse(text)
+        CronExpression.parse(text)
     except ValueError:
         pass

@@ -14,7 +14,7 @@ import daskserve as serve
 from daskserve.cli import instance
 from daskserve.cli.main import main
 from daskserve.cli.views import status as cli_status
-from daskserve.client.functions.finding import named_instance
+from daskserve.client.functions.discovery import named_instance
 from daskserve.client.views.status import ApplicationStatus, BackendStatus, Status
 from daskserve.errors import ClusterUnreachableError, NotRunningError
 

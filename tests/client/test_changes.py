@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.client.ending.changes import SETTLED_S, ChangeReports, changes, is_settled
 from daskserve.client.instance.calls import ControllerCalls
+from daskserve.client.serving.changes import SETTLED_S, ChangeReports, changes, is_settled
 from daskserve.client.views.status import ActorStatus, BackendStatus, EndpointStatus, Status
 from daskserve.common.clock import LoopClock
 from daskserve.testing import local_instance

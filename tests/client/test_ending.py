@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 import daskserve as serve
-from daskserve.client.ending.leaving import leave_instance
 from daskserve.client.hosting import hosting
 from daskserve.client.instance.connection import InstanceConnection, Verbs
+from daskserve.client.serving.leaving import leave_instance
 from daskserve.errors import ClusterUnreachableError, ReplicaStartError, RequestTimeoutError, ServeError
 from daskserve.testing import local_instance, local_instance_async, wait_until
 

@@ -18,7 +18,7 @@ from daskserve.cli import instance
 from daskserve.cli.main import main
 from daskserve.client.client import Client
 from daskserve.client.verbs.models import ModelVerbs
-from daskserve.control.backend import model_keeper
+from daskserve.control.backend import model_reconciler
 from daskserve.errors import (
     BadRequestError,
     DeployError,
@@ -65,7 +65,7 @@ def put(folder: Path, name: str, version: str, number: str) -> None:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(model_keeper, "PERIOD_S", 0.02)
+    monkeypatch.setattr(model_reconciler, "PERIOD_S", 0.02)
     with local_instance() as client:
         monkeypatch.setattr(instance, "connect", lambda **_: serve.connect())
         yield client
@@ -143,7 +143,7 @@ def test_a_model_that_fails_to_load_leaves_the_old_version_serving(folder: Path,
 def test_new_versions_in_a_folder_replace_old_ones(
     folder: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_keeper, "PERIOD_S", 0.5)
+    monkeypatch.setattr(model_reconciler, "PERIOD_S", 0.5)
     handle = run(folder, poll_period_s=1)
     assert (handle.remote(1).result()[0], handle.remote(1, "four").result()[0]) == (31, 5)
     put(folder, "three", "11", "300")

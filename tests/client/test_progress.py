@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.client.ending.serve_forever import print_line
+from daskserve.client.serving.serve_forever import print_line
 from daskserve.client.views import progress
 from daskserve.client.views.progress import (
     LineDisplay,

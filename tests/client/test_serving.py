@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.ending.serve_forever import serve_until_ended
+from daskserve.client.serving.serve_forever import serve_until_ended
 from daskserve.errors import ClusterUnreachableError
 from daskserve.loops.blocking import finish
 from daskserve.testing import local_instance

@@ -11,7 +11,7 @@ from tables import each_case
 from daskserve.cluster.dask import tasks
 from daskserve.cluster.dask.tasks import DaskTask, TaskWatch
 from daskserve.cluster.protocols.base import ClusterConnection
-from daskserve.data.caller.blocking import BRIEF_S, TaskPlace, wait_in_thread
+from daskserve.data.caller.blocking import BRIEF_S, TaskSlot, wait_in_thread
 from daskserve.errors import RequestCancelledError
 
 
@@ -51,7 +51,7 @@ def test_a_task_that_ends_while_it_is_away_is_forgotten() -> None:
     for key, finish in (("left", "memory"), ("failed", "error"), ("gone", "released")):
         task = worker.task(key)
         task.on_release(lambda: None)
-        assert task.leave()
+        assert task.secede()
         watch = worker.watch
         watch.transition(key, "executing", "long-running")
         assert key in watch.away
@@ -79,7 +79,7 @@ def test_a_task_that_waits_in_its_thread_leaves_after_a_brief_time_and_waits_for
     timeout_s: float | None, waits: list[float | None]
 ) -> None:
     worker, asked, away = FakeWorker(), [], []
-    connection = cast(ClusterConnection, SimpleNamespace(present_task=lambda: worker.task("job")))
+    connection = cast(ClusterConnection, SimpleNamespace(current_task=lambda: worker.task("job")))
 
     def wait(seconds: float | None) -> bool:
         asked.append(seconds)
@@ -93,7 +93,7 @@ def test_a_task_that_waits_in_its_thread_leaves_after_a_brief_time_and_waits_for
 
 def test_the_reader_in_a_released_task_gets_an_error() -> None:
     worker, cancelled = FakeWorker(), []
-    place = TaskPlace(worker.task("job"), no_limit)
+    place = TaskSlot(worker.task("job"), no_limit)
     place.on_release(lambda: cancelled.append(1))
     place.check()
     worker.watch.transition("job", "executing", "released")
@@ -105,17 +105,17 @@ def test_the_reader_in_a_released_task_gets_an_error() -> None:
 def test_a_task_of_another_program_that_waits_for_a_thread_lets_more_leave(clock: list[float]) -> None:
     worker = FakeWorker()
     parts = [worker.task(f"part-{number}") for number in range(6)]
-    assert [each.leave(1) for each in parts] == [True, *[False] * 5]
+    assert [each.secede(1) for each in parts] == [True, *[False] * 5]
     clock[0] += 1.0
-    assert not parts[1].leave(1)
+    assert not parts[1].secede(1)
     worker.state.ready = Ready([SimpleNamespace(priority=(0, 1, 0)), SimpleNamespace(priority=(0, 2, 0))])
-    assert [each.leave(1) for each in parts[1:4]] == [True, False, False]
+    assert [each.secede(1) for each in parts[1:4]] == [True, False, False]
     clock[0] += 1.0
-    assert [each.leave(1) for each in parts[2:]] == [True] * 2 + [False] * 2
+    assert [each.secede(1) for each in parts[2:]] == [True] * 2 + [False] * 2
     worker.state.ready = Ready([])
     for each in parts:
-        each.come_back()
-    assert [each.leave(1) for each in parts] == [True, *[False] * 5]
+        each.rejoin()
+    assert [each.secede(1) for each in parts] == [True, *[False] * 5]
 
 
 class Ready(list[Any]):

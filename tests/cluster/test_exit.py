@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from distributed import Scheduler
 
-from daskserve.client.instance.ending import END_S, end_instance
+from daskserve.client.instance.shutdown import END_S, end_instance
 from daskserve.cluster.dask import quiet_close
 from daskserve.cluster.dask.quiet_close import QuietCluster
 from daskserve.loops.blocking import finish

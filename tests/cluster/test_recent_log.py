@@ -120,7 +120,7 @@ def test_the_lines_of_a_child_outlive_it(tmp_path: Path, monkeypatch: pytest.Mon
     async def scenario() -> None:
         child = await ChildProcess.start("b#1", Interpreter(sys.executable, sys.prefix), "dying_child:make")
         await child.ended.wait()
-        assert child.fate == "was killed by SIGKILL"
+        assert child.exit_reason == "was killed by SIGKILL"
         assert texts(child.last_lines()) == ["it dies of hunger"]
         await child.end()
 

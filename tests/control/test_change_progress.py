@@ -15,7 +15,7 @@ from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica
-from daskserve.control.backend.progress import SETTLE_S, TELL_S, has_moved
+from daskserve.control.backend.progress import LOG_S, SETTLE_S, has_moved
 from daskserve.control.observed.observed import Activity, Notes
 from daskserve.control.records.records import Change, GoalState
 from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
@@ -260,7 +260,7 @@ def test_a_new_controller_goes_on_where_the_one_before_was(
     observed.learn("b", Notes())
     observed.inherited = frozenset(bench.state.goals)
     bench.now, bench.wall = 5000.0, bench.wall + age_s
-    assert bench.step().wake_at == bench.now + min(left_s, TELL_S)
+    assert bench.step().wake_at == bench.now + min(left_s, LOG_S)
     (deadline,) = observed.deadlines.values()
     full_from = observed.notes["b"].full_from or bench.now
     assert min(deadline, full_from + 60) == bench.now + left_s

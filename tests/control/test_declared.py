@@ -96,6 +96,16 @@ async def test_what_is_declared_is_built_and_runs(stage: Stage) -> None:
     assert sorted(await stage.published("routes")) == ["/mail", "/shop"]
 
 
+@staged(http=HTTPOptions(location=Location.EVERY_WORKER))
+async def test_every_proxy_knows_what_is_declared_before_the_wait_returns(stage: Stage) -> None:
+    await stage.call("wait_for_http", timeout_s=5)
+    stage.cluster.topic.deliver = lambda message: [0.25]
+    await declare(stage, config("shop"))
+    assert {tuple(each.routes) for each in stage.proxies.values()} == {("/shop",)}
+    await declare(stage, config("shop", route="/new"))
+    assert {tuple(each.routes) for each in stage.proxies.values()} == {("/new",)}
+
+
 @staged()
 async def test_what_the_next_file_does_not_name_goes_and_what_a_program_has_deployed_stays(
     stage: Stage,

@@ -119,7 +119,7 @@ def test_watching_ends_some_time_after_the_last_look() -> None:
     live = LiveMetrics()
     assert not live.is_watched(0.0)
     assert not live.end(0.0)
-    live.look(10.0)
+    live.check(10.0)
     live.replica("b#1", told(0), 10.0)
     assert live.is_watched(10.0 + WATCHED_S)
     assert not live.end(10.0 + WATCHED_S)

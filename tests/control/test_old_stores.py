@@ -13,7 +13,7 @@ from daskserve.client.client import AsyncClient
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.cluster.actors.factories import load_factories
 from daskserve.cluster.local.cluster import LocalCluster
-from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.opening import open_store
 from daskserve.common.clock import LoopClock
 
@@ -37,7 +37,7 @@ def test_there_is_a_store_of_the_first_version() -> None:
 
 def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> None:
     async def main() -> None:
-        store = HeldStore(open_store(url, "old"), "new.1", LoopClock())
+        store = OwnedStore(open_store(url, "old"), "new.1", LoopClock())
         await store.open()
         await store.begin()
         cluster = LocalCluster(FACTORIES, workers=0, store=store, instance="old")

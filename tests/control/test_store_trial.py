@@ -29,7 +29,7 @@ class SharedRecords(ScriptedStore):
         self.asked: list[bool] = []
 
     @property
-    def hold(self) -> StoreOwnership:
+    def ownership(self) -> StoreOwnership:
         return self.held
 
     def problems(self) -> Mapping[str, str]:

@@ -84,7 +84,7 @@ def effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effect:
             bench.succeed(action)
     assert started == (bench.tags(S.RUNNING) != tags)
     assert not (started and told)
-    return Effect.REPLACES if started else Effect.TOLD if told else Effect.AT_ONCE
+    return Effect.REPLACES if started else Effect.RECONFIGURES if told else Effect.AT_ONCE
 
 
 def test_every_option_is_in_the_table() -> None:
@@ -117,7 +117,7 @@ def test_the_classes_are_those_of_ray_serve(expected: Effect, name: str) -> None
 
 
 def test_another_user_config_is_told_and_other_resources_replace() -> None:
-    assert effect({"user_config": b"one"}, {"user_config": b"two"}) is Effect.TOLD
+    assert effect({"user_config": b"one"}, {"user_config": b"two"}) is Effect.RECONFIGURES
     assert effect({}, {"actor_options": {"num_cpus": 1}}) is Effect.REPLACES
 
 

@@ -73,7 +73,7 @@ class RaisingMiddleware:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host": "203.0.113.7", "port": 0}, "203.0.113.7.*no address of this machine"),
+        ({"host": "203.0.113.7", "port": 0}, "203.0.113.7.*not an address of this machine"),
         ({"host": "no.such.host.invalid", "port": 0}, "no.such.host.invalid.*does not resolve"),
         ({"middlewares": [Middleware(RaisingMiddleware)], "port": 0}, "no such database"),
     ],

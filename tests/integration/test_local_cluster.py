@@ -18,7 +18,7 @@ from distributed.client import _get_global_client
 
 import daskserve as serve
 from daskserve.cluster.dask import launch, server_process
-from daskserve.cluster.dask.kept_worker import _Subprocess
+from daskserve.cluster.dask.supervised_worker import _Subprocess
 from daskserve.testing import wait_until
 
 
@@ -136,7 +136,7 @@ def worker_pids() -> set[int]:
     found = set()
     for each in alive(psutil.Process().children()):
         with suppress(psutil.Error):
-            if any("KeptWorker" in part for part in each.cmdline()):
+            if any("SupervisedWorker" in part for part in each.cmdline()):
                 found.add(each.pid)
     return found
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-from dask_processes import ExternalCluster, fetch, poll_for
+from dask_processes import ExternalCluster, fetch
 from ray_files import KINDS
 
 import daskserve as serve
@@ -32,11 +31,8 @@ def test_each_kind_deploys_and_answers(external: ExternalCluster) -> None:
             (url,) = client.http_urls()
             for path, (sent, answer) in kind.answers.items():
                 body = None if sent is None else json.dumps(sent).encode()
-                ask = partial(
-                    fetch, f"{url}{path}", "GET" if body is None else "POST", body=body, timeout_s=10
-                )
-                # Proxies learn of new routes a moment later.
-                poll_for(lambda ask=ask, answer=answer: ask().text == answer, what=name)
+                method = "GET" if body is None else "POST"
+                assert fetch(f"{url}{path}", method, body=body, timeout_s=10).text == answer, name
 
 
 def _find_programs(folder: str) -> None:

@@ -168,6 +168,31 @@ def test_responses_are_made(client: Any) -> None:
     assert (usage.input_tokens, usage.output_tokens) == (2, 2)
 
 
+def test_answers_and_events_have_the_fields_that_openai_declares(client: Any) -> None:
+    """The client accepts answers whose fields are missing or of a wrong type, and other clients do not."""
+    chat = {"model": "echo", "messages": USER}
+    prompt = {"model": "echo", "prompt": "a b"}
+    function = {"type": "function", "name": "add", "parameters": {}}
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    answers = [
+        client.chat.completions.create(**chat, logprobs=True, top_logprobs=1),
+        client.chat.completions.create(**chat, tools=TOOLS),
+        *client.chat.completions.create(**chat, logprobs=True, top_logprobs=1, **with_usage),
+        *client.chat.completions.create(**chat, tools=TOOLS, stream=True),
+        client.completions.create(**prompt, logprobs=1),
+        client.embeddings.create(model="echo", input=["a"], encoding_format="float"),
+        *client.models.list(),
+    ]
+    for options in ({"input": "one"}, {"input": "one", "tools": [function]}, {"input": "a fail"}):
+        events = list(client.responses.create(model="echo", stream=True, **options))
+        assert [each.sequence_number for each in events] == list(range(len(events)))
+        answers += events
+        if "fail" not in options["input"]:
+            answers.append(client.responses.create(model="echo", **options))
+    for each in answers:
+        type(each).model_validate(each.to_dict())
+
+
 def test_errors_have_the_form_of_openai(client: Any) -> None:
     cases: list[tuple[dict[str, Any], int, str | None, str | None]] = [
         ({"model": "other"}, 404, "model_not_found", "model"),

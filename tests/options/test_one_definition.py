@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
+from pydantic import ValidationError
 from tables import each_case
 
 import daskserve as serve
+from daskserve import options
 from daskserve.client.definitions.graph import ApplicationGraph
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
@@ -32,7 +36,7 @@ from daskserve.options.start_messages import (
     read_config,
 )
 from daskserve.proxies.exchange.server_state import ServerState
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = (BackendConfig, ActorOptions, HTTPOptions)
@@ -184,3 +188,26 @@ def test_a_deploy_forms_a_config_once_in_the_client_and_once_in_the_controller(
     record = next(each for each in deployed.change.values() if isinstance(each, BackendRecord))
     assert formed.count(BackendConfig) == 2
     assert decode(record.key, encode(record)) == record
+
+
+def option_models(base_model: type[base.Options] = base.Options) -> Iterator[type[base.Options]]:
+    for each in pkgutil.walk_packages(options.__path__, f"{options.__name__}."):
+        importlib.import_module(each.name)
+    for model in base_model.__subclasses__():
+        yield model
+        yield from option_models(model)
+
+
+def test_every_default_may_be_given() -> None:
+    """Pydantic does not check a default, so the bounds of an option may refuse its own default."""
+    refused = []
+    for model in option_models():
+        for name, option in model.model_fields.items():
+            if option.is_required():
+                continue
+            try:
+                model.model_validate({name: option.get_default(call_default_factory=True)})
+            except ValidationError as error:
+                # Options that are required are missing here.
+                refused += [(model, name, each["msg"]) for each in error.errors() if name in each["loc"]]
+    assert refused == []

@@ -17,7 +17,7 @@ import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
-from daskserve.config_file.hiding import shown
+from daskserve.config_file.masking import shown
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.backlog import Backlog

@@ -10,15 +10,15 @@ import uvloop
 from fuzzed_server import KINDS, FuzzedServer, fuzzed
 from http_harness import TRANSPORT
 
-from daskserve.proxies.server import hangup
+from daskserve.proxies.server import disconnects
 
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have servers find out sooner whether a client has left."""
-    monkeypatch.setattr(hangup, "PERIOD_S", 0.01)
+    monkeypatch.setattr(disconnects, "PERIOD_S", 0.01)
     # What is written to clients whose data has ended would be in the responses of a busy machine.
-    monkeypatch.setattr(hangup, "QUICK_S", 0.005)
+    monkeypatch.setattr(disconnects, "QUICK_S", 0.005)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -245,13 +246,13 @@ def test_the_policy_of_knative_panics_and_recovers() -> None:
     assert outcome.history.target[-1] <= 8
 
 
-def test_a_schedule_uses_the_time_of_day() -> None:
+@each_case("starts_at, options", [(8 * 3600 - 60, {}), (1000.0, {"wall_offset_s": 8 * 3600 - 60 - 1000.0})])
+def test_a_schedule_uses_the_time_of_day(starts_at: float, options: dict[str, float]) -> None:
     config = AutoscalingConfig(
         max_replicas=9, policy="schedule", policy_kwargs={"schedule": {"0 8 * * *": 5, "0 9 * * *": 2}},
         upscale_delay_s=0,
     )  # fmt: skip
-    trace = Trace([1.0] * 120, starts_at=1000.0)
-    outcome = simulate(trace, config, Service(), wall_offset_s=8 * 3600 - 60 - 1000.0)
+    outcome = simulate(Trace([1.0] * 120, starts_at=starts_at), config, Service(), **options)
     assert [(change.at, change.after) for change in outcome.history.changes] == [(1, 2), (60, 5)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from daskserve.common.types import ReplicaState, WorkerInfo
 from daskserve.control.backend.inputs import Step, StepInputs
-from daskserve.control.backend.rest import is_at_rest
+from daskserve.control.backend.steady_state import is_steady
 from daskserve.control.backend.step import full_step, step
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
@@ -185,10 +185,10 @@ class Bench:
             wall=self.wall,
         )
         backend = self.state.backends[tag]
-        if is_at_rest(world, backend, self.state.replicas_of(tag)):
+        if is_steady(world, backend, self.state.replicas_of(tag)):
             whole = full_step(world, backend)
             assert (whole.change, whole.actions, whole.wake_at, whole.messages) == ({}, [], None, [])
-            assert whole.notes == self.observed.notes_of(tag).at_rest()
+            assert whole.notes == self.observed.notes_of(tag).steady()
         return step(world, backend)
 
     def step(self, tag: str = "b") -> Step:

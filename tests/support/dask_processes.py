@@ -364,7 +364,7 @@ class ExternalCluster:
     def sweep(self) -> None:
         """End every instance that is left."""
         # Imported here, because schedulers and workers without daskserve import this module too.
-        from daskserve.client.instance.ending import abandon_instance
+        from daskserve.client.instance.shutdown import abandon_instance
         from daskserve.cluster.dask.connection import connection_of
         from daskserve.errors import NotRunningError
 

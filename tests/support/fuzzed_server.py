@@ -28,7 +28,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 MAX_MESSAGE_BYTES = 64 * 1024
 #: Loop iterations without a change after which the server counts as idle.

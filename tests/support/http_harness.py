@@ -22,7 +22,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.limits.limits import EVENT_LOOP_TURN
 from daskserve.proxies.exchange.request.head import HeadLimits, RequestHead, read_head
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 DEADLINE_S = 10.0
 #: The lines of the handshake of a WebSocket.

@@ -125,7 +125,7 @@ class Model:
         ]
 
     def connect(self) -> None:
-        from daskserve.client.functions.finding import connect
+        from daskserve.client.functions.discovery import connect
 
         connect()
 

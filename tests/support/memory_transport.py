@@ -11,7 +11,7 @@ from typing import Any
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 #: How much a transport passes on at a time.
 _PIECE_BYTES = 64 * 1024

@@ -11,7 +11,7 @@ from typing import Any
 
 from replica_starts import replica_start
 
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Hosted
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, HostedActor
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.local_code import LocalCode
@@ -114,7 +114,7 @@ def scope(path: str = "/", query: bytes = b"", method: str = "GET", kind: str = 
 
 
 async def http(
-    replica: Hosted,
+    replica: HostedActor,
     *chunks: bytes,
     kind: str = "http",
     messages: Any = (),
@@ -130,7 +130,7 @@ async def http(
     return reply
 
 
-async def call(replica: Hosted, method: str, *args: Any, **kwargs: Any) -> Any:
+async def call(replica: HostedActor, method: str, *args: Any, **kwargs: Any) -> Any:
     """Return the result of a Python call, as a handle does; calls of ``__call__`` are classic ones."""
     head = {"method": method, "legacy": method == "__call__", "request_id": "request-1"}
     reply = Reply()

@@ -35,9 +35,9 @@ class Desk:
         self.state = State()
         self.observed = Observed()
         self.clock = LoopClock()
-        self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._poke)
+        self.scaler = Scaler(self.state, self.observed, self.clock, enqueue=self._enqueue)
 
-    def _poke(self, tags: Iterable[str]) -> None:
+    def _enqueue(self, tags: Iterable[str]) -> None:
         self.pokes += 1
         for tag in tags:
             number = self.wants(tag)

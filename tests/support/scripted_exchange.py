@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ScriptedExchange:
-    """A request in a state that the test gives; see `daskserve.proxies.exchange.server_state.Ongoing`."""
+    """An `OngoingRequest` of `daskserve.proxies.exchange.server_state` in a state that the test gives."""
 
     def __init__(self, **state: Any) -> None:
         self.body: Any = SimpleNamespace(received_bytes=10, is_full=False)

@@ -1,8 +1,8 @@
-"""The in-process cluster in virtual time, with faults and the real keeper of controllers.
+"""The in-process cluster in virtual time, with faults and the real supervisor of controllers.
 
 `SimulatedCluster` is a `LocalCluster` whose controllers are started, checked and replaced by the scheduler's
-own code (`daskserve.cluster.scheduler.controllers.ControllerKeeper`). It takes the place of the keeper's
-registry of Hosts. `SimulatedStore` can be slow or unreachable, can lose answers, and can harm the controller
+own code (`daskserve.cluster.scheduler.controllers.ControllerSupervisor`). It takes the place of its registry
+of Hosts. `SimulatedStore` can be slow or unreachable, can lose answers, and can harm the controller
 right after the n-th commit, before the controller acts on it.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.cluster.protocols.base import StoreChange
-from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
+from daskserve.cluster.scheduler.controllers import ControllerSupervisor, Instance
 from daskserve.cluster.scheduler.records import check_epoch
 from daskserve.cluster.store.opening import MemoryStore, StoreUnavailableError
 from daskserve.common.clock import LoopClock
@@ -133,7 +133,7 @@ class SimulatedCluster(LocalCluster):
 
     def __init__(self, factories: Mapping[ActorKind, Any], *, store: SimulatedStore, **options: Any) -> None:
         self.entry = Instance("local", None, False, 0.0, b"", store)
-        self.keeper = ControllerKeeper(
+        self.controllers = ControllerSupervisor(
             self,  # type: ignore[arg-type]
             {"local": self.entry},
             publish=lambda _, message: self.topic.publish(dict(message)),
@@ -145,7 +145,7 @@ class SimulatedCluster(LocalCluster):
         self.on_cut: Callable[[str], None] = lambda text: None
         super().__init__(factories, store=store, clock=VirtualClock(), **options)
 
-    # State that the keeper holds instead of `LocalCluster`.
+    # State that the supervisor holds instead of `LocalCluster`.
 
     @property
     def epoch(self) -> int:
@@ -162,7 +162,7 @@ class SimulatedCluster(LocalCluster):
     @_controller.setter
     def _controller(self, address: None) -> None:
         if self.entry.controller is not None:
-            self.keeper.lose(self.entry)
+            self.controllers.lose(self.entry)
 
     @property
     def _controller_up(self) -> asyncio.Event:
@@ -175,7 +175,7 @@ class SimulatedCluster(LocalCluster):
     async def start(self, payload: bytes) -> ActorAddress:
         self.entry.payload = payload
         controller = await super().start(payload)
-        self.spawn(self.keeper.watch())
+        self.spawn(self.controllers.watch())
         return controller
 
     async def end(self) -> None:
@@ -183,13 +183,13 @@ class SimulatedCluster(LocalCluster):
         await super().end()
 
     async def _start_controller(self) -> None:
-        await self.keeper.start(self.entry)
+        await self.controllers.start(self.entry)
 
     def _replace_controller(self) -> None:
         if self._payload is not None and not self.entry.is_ending:
-            self.spawn(self.keeper.start(self.entry))
+            self.spawn(self.controllers.start(self.entry))
 
-    # The interface of Hosts that the keeper uses
+    # The interface of Hosts that the supervisor uses
 
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._hosts
@@ -244,7 +244,7 @@ class SimulatedCluster(LocalCluster):
 
     async def _evacuate(self, worker: WorkerAddress) -> None:
         if self.entry.controller is not None and self.entry.controller.worker == worker:
-            await self.keeper.replace(self.entry, {worker})
+            await self.controllers.replace(self.entry, {worker})
         deadline = self.clock.now() + EVACUATION_S
         # As in the supervisor: an instance has left when it knows of the retirement and has no actor there.
         while self.clock.now() < deadline and (

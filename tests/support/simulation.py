@@ -47,7 +47,7 @@ START_S = 8.0
 #: A replica starts, is reconfigured or has drained within this time, whatever becomes of it.
 WORK_S = 30.0
 #: How long after a worker's fault has ended its replicas may still fail.
-TROUBLE_S = 20.0
+ERROR_S = 20.0
 #: Time from the end of the last fault within which everything must be at rest, goals included.
 REST_S = 150.0
 #: A goal ends within this time after its timeout, if its controller lives.
@@ -173,7 +173,7 @@ class Simulation:
         for key in (*keys, "routes"):
             listener.watch(key, lambda value, key=key: self._receive(key, value))
         await self.cluster.start(message.encode())
-        self.reports.poke(is_urgent=False)
+        self.reports.report_soon(is_urgent=False)
 
     def run(self, coroutine: Any) -> Any:
         return self.runner.run(coroutine)
@@ -311,7 +311,7 @@ class Simulation:
         """Set the number of waiting requests of a backend."""
         self.queues[tag].waiting = waiting
         self.loaded_at = self.loop.time()
-        self._inside(lambda: self.reports.poke(is_urgent=waiting > 0))
+        self._inside(lambda: self.reports.report_soon(is_urgent=waiting > 0))
 
     # ---- workers
 
@@ -512,7 +512,7 @@ class Simulation:
         info = {each.address: each for each in self._workers()}.get(worker)
         if info is None or info.is_retiring or self.cluster.is_suspended(worker):
             return True
-        return self.loop.time() - self.troubled.get(worker, -TROUBLE_S) < TROUBLE_S
+        return self.loop.time() - self.troubled.get(worker, -ERROR_S) < ERROR_S
 
     def _is_excused(self, replica: ReplicaRecord) -> bool:
         is_dead = not self.cluster.entry_is_ready(replica.address("local"))

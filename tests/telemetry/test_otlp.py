@@ -125,12 +125,12 @@ def test_metrics_are_exported_again_and_again_until_another_process_does(
             raise ImportError("no exporter")
         return made[-1]
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         if len(made) > 1 and made[1].exports >= 3:
             ended.set()
         return ended.is_set()
 
-    export = OTLPExport(list, is_told, make, 0.001)  # type: ignore[arg-type]
+    export = OTLPExport(list, is_reported, make, 0.001)  # type: ignore[arg-type]
     export.start()
     assert ended.wait(20)
     assert (len(made), made[1].exports, export.failures) == (2, 3, 2)

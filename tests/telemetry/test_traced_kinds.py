@@ -23,7 +23,7 @@ from daskserve.errors import ActorLostError, ReplicaBusyError, RequestTimeoutErr
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.telemetry.tracing.carrier import NO_PARENT, TRACE
 from daskserve.telemetry.tracing.process import KEY, Tracing
-from daskserve.telemetry.tracing.routing import way_of
+from daskserve.telemetry.tracing.routing import start_routing_span
 from daskserve.telemetry.tracing.span import MAX_ATTRIBUTES, MAX_EVENTS, MAX_PENDING, RecordedSpan
 from daskserve.telemetry.tracing.user import UserTracerProvider
 from daskserve.testing import local_instance
@@ -275,7 +275,7 @@ def tracing() -> tuple[Tracing, Any]:
 def test_each_refusal_of_a_request_is_an_event_of_its_way(tracing: tuple[Tracing, Any]) -> None:
     made, kept = tracing
     head = {TRACE: [made.span("root", NO_PARENT, {}).traceparent, "", ""], "method": "", "type": "http"}
-    way = way_of({KEY: made}, head, "b")
+    way = start_routing_span({KEY: made}, head, "b")
     assert way is not None
     errors = [ReplicaBusyError("full", ongoing=3), ActorLostError("lost")]
     for number, error in enumerate(errors):
@@ -296,7 +296,7 @@ def test_the_end_of_a_way_has_the_error_of_its_request(tracing: tuple[Tracing, A
     made, kept = tracing
     root = made.span("root", NO_PARENT, {})
     for carrier in ([root.traceparent, "a=b", "c=d"], ["new", "", "", 5]):
-        way = way_of({KEY: made}, {TRACE: carrier, "method": "ask"}, "b")
+        way = start_routing_span({KEY: made}, {TRACE: carrier, "method": "ask"}, "b")
         assert way is not None
         way.sent("b#1", "tcp://w", is_queued=False)
         way.finish(KeyError("no"))
@@ -309,14 +309,16 @@ def test_the_end_of_a_way_has_the_error_of_its_request(tracing: tuple[Tracing, A
     assert (under.status, "daskserve.retries" in under.attributes) == ((StatusCode.ERROR, "KeyError"), False)
     assert (new.trace_id != root.trace_id, new.start_ns) == (True, 5)
     for carrier in ([root.traceparent[:-1] + "0", "", ""], ["", "", ""]):
-        assert way_of({KEY: made}, {TRACE: carrier}, "b") is None, carrier
+        assert start_routing_span({KEY: made}, {TRACE: carrier}, "b") is None, carrier
 
 
 async def test_a_wait_in_a_router_has_a_span_with_the_reason_and_its_end(
     tracing: tuple[Tracing, Any],
 ) -> None:
     made, kept = tracing
-    way = way_of({KEY: made}, {TRACE: [made.span("root", NO_PARENT, {}).traceparent, "", ""]}, "b")
+    way = start_routing_span(
+        {KEY: made}, {TRACE: [made.span("root", NO_PARENT, {}).traceparent, "", ""]}, "b"
+    )
     assert way is not None
 
     async def turn() -> int:
@@ -344,10 +346,10 @@ def test_the_spans_of_a_program_that_traces_itself_are_its_own(monkeypatch: pyte
     provider.add_span_processor(SimpleSpanProcessor(found))
     head = {TRACE: [PARENT, "", "a=b"], "method": "ask"}
     monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
-    assert way_of({}, head, "b") is None, "a program that does not trace"
+    assert start_routing_span({}, head, "b") is None, "a program that does not trace"
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    assert way_of({}, {**head, TRACE: [PARENT[:-1] + "0", "", ""]}, "b") is None, "not sampled"
-    way = way_of({}, head, "b")
+    assert start_routing_span({}, {**head, TRACE: [PARENT[:-1] + "0", "", ""]}, "b") is None, "not sampled"
+    way = start_routing_span({}, head, "b")
     assert way is not None
     assert (way.carrier[0][3:35], way.carrier[0] != PARENT, way.carrier[2]) == (PARENT[3:35], True, "a=b")
 

@@ -21,7 +21,7 @@ from daskserve.internals.otlp_exporter import post_of
 from daskserve.payload.packed_errors import pack_all, received_error
 from daskserve.proxies.exchange.response.response import Response
 from daskserve.proxies.ingress.request import IngressRequest
-from daskserve.proxies.ingress.traced import begin_trace, end_trace
+from daskserve.proxies.ingress.tracing import begin_trace, end_trace
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing import process as process_module
 from daskserve.telemetry.tracing import span as span_module

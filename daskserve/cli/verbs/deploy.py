@@ -37,7 +37,7 @@ from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
 
 #: Number of applications that `deploy --wait` names at a time.
-MAX_TOLD = 10
+MAX_SHOWN = 10
 #: The colours of signs at the beginning of a line of a plan.
 _COLOURS: Mapping[str, str] = {"+": "green", "-": "red", "!": "red", "~": "yellow"}
 
@@ -165,20 +165,20 @@ def deploy(
         found: dict[str, Any] = {"version": number, "plan": plan.to_plain()}
         if wait:
             found["applications"] = client.wait_for_config(
-                number, timeout_s=timeout_s, on_wait=_tell_what_is_awaited
+                number, timeout_s=timeout_s, on_wait=_print_waiting
             )
-        _tell(found, as_json=as_json)
+        _print_result(found, as_json=as_json)
 
 
-def _tell_what_is_awaited(waiting: Mapping[str, str]) -> None:
-    for name, why in list(waiting.items())[:MAX_TOLD]:
+def _print_waiting(waiting: Mapping[str, str]) -> None:
+    for name, why in list(waiting.items())[:MAX_SHOWN]:
         first = why.partition("\n")[0]
         click.echo(f"{name} waits: {first}", err=True)
-    if len(waiting) > MAX_TOLD:
-        click.echo(f"... and {len(waiting) - MAX_TOLD} more applications", err=True)
+    if len(waiting) > MAX_SHOWN:
+        click.echo(f"... and {len(waiting) - MAX_SHOWN} more applications", err=True)
 
 
-def _tell(found: dict[str, Any], *, as_json: bool) -> None:
+def _print_result(found: dict[str, Any], *, as_json: bool) -> None:
     """Print how a deploy has ended, and exit with 1 if an application has failed."""
     apps = found.get("applications", {})
     failed = {name: each["message"] for name, each in apps.items() if each["status"] == "DEPLOY_FAILED"}

@@ -95,7 +95,7 @@ def unload(at: InstanceAddress, deployment: str, model: str, version: str | None
     """Unload VERSION of MODEL, or all of its versions, from the replicas of DEPLOYMENT."""
     with connected(at) as client:
         client.unload_model(tag_of(deployment), model, version)
-    _tell(deployment, model, version, "unloaded", as_json=as_json)
+    _print_result(deployment, model, version, "unloaded", as_json=as_json)
 
 
 @models.command()
@@ -106,10 +106,10 @@ def default(at: InstanceAddress, deployment: str, model: str, version: str, as_j
     """Make VERSION, which must be loaded, the default version of MODEL."""
     with connected(at) as client:
         client.set_default_model(tag_of(deployment), model, version)
-    _tell(deployment, model, version, "the default", as_json=as_json)
+    _print_result(deployment, model, version, "the default", as_json=as_json)
 
 
-def _tell(deployment: str, model: str, version: str | None, what: str, *, as_json: bool) -> None:
+def _print_result(deployment: str, model: str, version: str | None, what: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"deployment": tag_of(deployment), "model": model, "version": version, "is": what})
     else:

@@ -28,7 +28,9 @@ def scale(at: InstanceAddress, target: str, number: int, as_json: bool) -> None:
     application, deployment = split_target(target)
     with connected(at) as client:
         found = client.scale_deployment(application, deployment, number)
-    _tell({"application": application, "deployment": deployment, "target_num_replicas": found}, as_json)
+    _print_result(
+        {"application": application, "deployment": deployment, "target_num_replicas": found}, as_json
+    )
 
 
 @click.command()
@@ -45,7 +47,7 @@ def restart(at: InstanceAddress, target: str, no_wait: bool, as_json: bool) -> N
     application, deployment = split_target(target)
     with connected(at) as client:
         client.restart(application, deployment, blocking=not no_wait)
-    _tell({"application": application, "deployment": deployment, "restarted": not no_wait}, as_json)
+    _print_result({"application": application, "deployment": deployment, "restarted": not no_wait}, as_json)
 
 
 @click.command()
@@ -67,9 +69,9 @@ def delete(
         except NotFoundError:
             if not ignore_not_found:
                 raise
-            _tell({"application": application, "not found": True}, as_json)
+            _print_result({"application": application, "not found": True}, as_json)
             return
-    _tell({"application": application, "deleted": True}, as_json)
+    _print_result({"application": application, "deleted": True}, as_json)
 
 
 @click.command()
@@ -140,7 +142,7 @@ def confirm_end(client: Client) -> None:
     click.confirm(f"End {what}?", abort=True)
 
 
-def _tell(found: dict[str, Any], as_json: bool) -> None:
+def _print_result(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return

@@ -126,7 +126,7 @@ def retry(at: InstanceAddress, queue: str, ids: tuple[str, ...], app_dir: str, a
     with _opened(at, queue, app_dir) as admin:
         for id in ids:
             admin.retry(id)
-    _tell(list(ids), as_json=as_json)
+    _print_result(list(ids), as_json=as_json)
 
 
 @tasks.command()
@@ -136,10 +136,10 @@ def requeue(at: InstanceAddress, queue: str, app_dir: str, as_json: bool) -> Non
     """Queue all tasks of QUEUE again that failed for good, or could not be run."""
     with _opened(at, queue, app_dir) as admin:
         ids = admin.requeue()
-    _tell(ids, as_json=as_json)
+    _print_result(ids, as_json=as_json)
 
 
-def _tell(ids: list[str], *, as_json: bool) -> None:
+def _print_result(ids: list[str], *, as_json: bool) -> None:
     if as_json:
         print_json(ids)
     else:

@@ -82,13 +82,13 @@ def events(
         found = client._events(application, since_s=since, limit=limit)
         _show(found.events, as_json=as_json, is_stream=follow)
         if application is not None and not found.events:
-            tell_of_none(client, application, f"events of {application!r}")
+            print_none_found(client, application, f"events of {application!r}")
         while follow:
             found = client._events(application, after=found.next, wait_s=WAIT_S)
             _show(found.events, as_json=as_json, is_stream=True)
 
 
-def tell_of_none(client: Client, application: str, what: str) -> None:
+def print_none_found(client: Client, application: str, what: str) -> None:
     """Print on standard error that an application has no entries, and whether it runs."""
     known = client.status().applications
     text = f"There are no such {what}."

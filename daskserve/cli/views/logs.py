@@ -12,7 +12,7 @@ from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import InstanceAddress, instance_options, reading
 from daskserve.cli.output import json_option, print_json
 from daskserve.cli.serving.process import LOG_LEVELS
-from daskserve.cli.views.history import tell_of_none, time_options
+from daskserve.cli.views.history import print_none_found, time_options
 from daskserve.client.views.logs import LogRecord, Logs
 from daskserve.common.types import name_in
 
@@ -71,17 +71,17 @@ def logs(
         "grep": grep,
         "limit": limit,
     }
-    told: set[str] = set()
+    printed: set[str] = set()
     with reading(at) as client:
         found = client.logs(**wanted, since_s=since)
         _show(found, as_json=as_json, is_stream=follow)
-        _tell(found, told)
+        _print_problems(found, printed)
         if application and not found.records:
-            tell_of_none(client, application, f"records of {target!r}")
+            print_none_found(client, application, f"records of {target!r}")
         while follow:
             found = client.logs(**wanted, after=found.next, wait_s=WAIT_S)
             _show(found, as_json=as_json, is_stream=True)
-            _tell(found, told)
+            _print_problems(found, printed)
 
 
 def _show(found: Iterable[LogRecord], *, as_json: bool, is_stream: bool) -> None:
@@ -95,7 +95,7 @@ def _show(found: Iterable[LogRecord], *, as_json: bool, is_stream: bool) -> None
             click.secho(str(each), fg=_COLOURS.get(each.level))
 
 
-def _tell(found: Logs, told: set[str]) -> None:
+def _print_problems(found: Logs, printed: set[str]) -> None:
     """Print each note about missing records once."""
     notes = [f"Worker {worker} is missing: {reason}." for worker, reason in found.missing.items()]
     for worker, losses in found.dropped.items():
@@ -104,6 +104,6 @@ def _tell(found: Logs, told: set[str]) -> None:
     for worker, problems in found.problems.items():
         notes += [f"Worker {worker} cannot write {problem}." for problem in problems]
     for each in notes:
-        if each not in told:
-            told.add(each)
+        if each not in printed:
+            printed.add(each)
             click.secho(each, fg="yellow", err=True)

@@ -16,7 +16,7 @@ from daskserve.cli.output import (
     print_json,
 )
 from daskserve.client.client import Client
-from daskserve.client.functions.finding import instances
+from daskserve.client.functions.discovery import instances
 from daskserve.client.views.status import Status
 from daskserve.errors import BadRequestError, NotFoundError
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.client.client import ClientVerbs
-from daskserve.client.functions.finding import find_default, of_default
+from daskserve.client.functions.discovery import find_default, of_default
 from daskserve.client.functions.forms import Form, awaitable, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with

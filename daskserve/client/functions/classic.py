@@ -12,7 +12,7 @@ from daskserve.client.classic_handles import classic_handle
 from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import join_user_config
 from daskserve.client.functions.deployment import ClassicDeployment
-from daskserve.client.functions.finding import default_verbs, of_default
+from daskserve.client.functions.discovery import default_verbs, of_default
 from daskserve.client.functions.forms import Form, awaitable, blocking
 from daskserve.client.verbs.deployments import StoredDeployment
 from daskserve.common.types import name_in, tag_part

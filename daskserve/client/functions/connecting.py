@@ -17,7 +17,7 @@ from daskserve.cluster.dask.launch import (
     start_local_cluster,
     start_local_cluster_async,
 )
-from daskserve.cluster.worker.present import present_connection
+from daskserve.cluster.worker.current import current_connection
 from daskserve.common import settings
 from daskserve.errors import BlockingCallError, ClusterUnreachableError
 
@@ -37,7 +37,7 @@ async def find_connection(form: Form[Any], dask_client: Any, address: str | None
     if address is not None:
         return await dial_connection(form, address)
     if dask_client is None:
-        cluster_connection = present_connection()
+        cluster_connection = current_connection()
     else:
         if form.asynchronous and dask_client.asynchronous:
             await connected(dask_client)

@@ -20,7 +20,7 @@ from daskserve.client.definitions.deployments import (
     default_name,
 )
 from daskserve.client.definitions.specs import check_version, make_spec
-from daskserve.client.functions.finding import default_verbs
+from daskserve.client.functions.discovery import default_verbs
 from daskserve.client.functions.forms import Form, awaitable, blocking
 from daskserve.client.verbs.deployments import NAME_AS_ROUTE, new_version
 from daskserve.client.verbs.stored_code import CODE_FIELDS, StoredCode

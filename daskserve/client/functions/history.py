@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daskserve.client.client import ClientVerbs
-from daskserve.client.functions.finding import of_default
+from daskserve.client.functions.discovery import of_default
 from daskserve.client.functions.forms import awaitable, blocking
 
 history = blocking(of_default(ClientVerbs.history))

@@ -15,7 +15,7 @@ from typing import Any
 from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import check_name, controller_start
 from daskserve.client.functions.connecting import find_connection, join_configured, launch
-from daskserve.client.functions.finding import (
+from daskserve.client.functions.discovery import (
     find_configured,
     find_default,
     named_instance,
@@ -26,7 +26,7 @@ from daskserve.client.functions.local import running_instance
 from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.client.instance.ending import end_instance
+from daskserve.client.instance.shutdown import end_instance
 from daskserve.client.views.links import links_of
 from daskserve.client.views.progress import announce
 from daskserve.client.views.status import Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from daskserve.client.client import Client, ClientVerbs
-from daskserve.client.functions.finding import find_default, named_instance
+from daskserve.client.functions.discovery import find_default, named_instance
 from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.data.tasks.adapter import TaskProcessorAdapter, made_adapter

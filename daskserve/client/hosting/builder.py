@@ -76,7 +76,7 @@ class Builder:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
 
-        def tell(setting: Callable[[Any], None], value: Any) -> None:
+        def resolve(setting: Callable[[Any], None], value: Any) -> None:
             if not outcome.done():
                 setting(value)
 
@@ -86,7 +86,7 @@ class Builder:
             except Exception as error:
                 setting, value = outcome.set_exception, error
             with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(tell, setting, value)
+                loop.call_soon_threadsafe(resolve, setting, value)
 
         # Dask's get_worker() works in the user's module because of this context.
         start_daemon("daskserve-build", partial(copy_context().run, run))

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from daskserve.client.ending.leaving import leave_instance
-from daskserve.client.ending.serve_forever import print_line, serve_until_ended
 from daskserve.client.functions.connecting import dial_connection
-from daskserve.client.functions.finding import find_default
+from daskserve.client.functions.discovery import find_default
 from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with
@@ -22,6 +20,8 @@ from daskserve.client.hosting.restoring import copy_application, restore_applica
 from daskserve.client.hosting.sources import Source, build_on
 from daskserve.client.instance.calls import wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.serving.leaving import leave_instance
+from daskserve.client.serving.serve_forever import print_line, serve_until_ended
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.common import settings
 from daskserve.errors import (
@@ -164,7 +164,7 @@ class _Hosting:
         self._deployed: dict[str, str] = {}
         self._changing: set[str] = set()
         reload = self._stay.reload
-        self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._tell)
+        self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._log)
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
         """Raise `BadRequestError` for options that do not apply to an instance that already runs."""
@@ -302,7 +302,7 @@ class _Hosting:
         if failure is not None:
             raise failure
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         print_line(self._connection.cluster_connection, line)
 
     async def _report_running(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from daskserve.client.instance.calls import ControllerCalls, run_on
-from daskserve.client.instance.ending import abandon_instance, end_instance
+from daskserve.client.instance.shutdown import abandon_instance, end_instance
 from daskserve.client.views.progress import find_display, wait_visibly, waits_for
 from daskserve.client.views.status import Status
 from daskserve.cluster.protocols.base import ClientConnection

@@ -110,6 +110,7 @@ class DeclaringVerbs(Verbs):
             left_s = ROUND_S if deadline is None else max(0.0, min(ROUND_S, deadline - clock.now()))
             found = await self._call("wait_for_config", version=version, names=names, timeout_s=left_s)
             if found["is_done"]:
+                await self._connection.calls.wait_until_applied(found.get("snapshot"))
                 return dict(found["applications"])
             waiting = {
                 name: each["message"] or each["status"]

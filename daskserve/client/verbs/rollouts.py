@@ -34,7 +34,7 @@ class RolloutVerbs(Verbs):
         return found
 
     async def pause_rollout(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
-        """Keep a rollout at its present step until `promote_rollout` or `abort_rollout`.
+        """Keep a rollout at its current step until `promote_rollout` or `abort_rollout`.
 
         Its gates stay in force.
         """

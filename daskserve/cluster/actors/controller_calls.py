@@ -17,7 +17,7 @@ T = TypeVar("T")
 CONTROLLER_RETRY_S = 0.05
 
 
-class FindsController(Protocol):
+class ControllerFinder(Protocol):
     """An object that finds the controller, such as a `daskserve.cluster.protocols.base.Cluster`."""
 
     async def controller(self) -> ActorAddress: ...
@@ -44,7 +44,7 @@ def calls_of(
 
 
 async def call_controller(
-    finder: FindsController,
+    finder: ControllerFinder,
     call: Callable[[ActorAddress], Coroutine[Any, Any, T]],
     *,
     clock: Clock,
@@ -87,7 +87,7 @@ async def call_controller(
 
 
 async def _call_present(
-    finder: FindsController, call: Callable[[ActorAddress], Coroutine[Any, Any, T]], check_s: float
+    finder: ControllerFinder, call: Callable[[ActorAddress], Coroutine[Any, Any, T]], check_s: float
 ) -> T:
     # A controller whose process is stopped keeps its connections and never answers.
     address = await finder.controller()

@@ -44,13 +44,13 @@ _ACCESS = "access lines"
 _Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
 
 
-class TakesRecords(Protocol):
+class LogSink(Protocol):
     """Takes log records in the thread that logs them; their arguments no longer change."""
 
     def take(self, record: logging.LogRecord, tags: Tags) -> None: ...
 
 
-class RecentLog(TakesRecords):
+class RecentLog(LogSink):
     """The last lines of each replica in this process."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class RecentLog(TakesRecords):
         self._lines.pop(name.partition("/replica/")[2], None)
 
 
-class LogFile(TakesRecords):
+class LogFile(LogSink):
     """A child's own records, as lines of JSON in a file that its parent has opened."""
 
     def __init__(self, descriptor: int) -> None:

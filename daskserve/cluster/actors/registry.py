@@ -1,7 +1,7 @@
 """The actors of one worker: creates, finds, calls and stops them.
 
 `daskserve.cluster.worker.host.Host` has one registry for its Dask worker, `daskserve.cluster.local` one for
-each simulated worker. The registry sees its actors only as `Hosted`, and depends on neither Dask nor the
+each simulated worker. The registry sees its actors only as `HostedActor`, and depends on neither Dask nor the
 local cluster.
 
 Requests reach an actor through `ActorRegistry.dispatch`; see `daskserve.cluster.channel.channel`. The
@@ -25,7 +25,7 @@ from daskserve.cluster.protocols.base import (
     LAST_LINES,
     STOP_MARGIN_S,
     ActorSpec,
-    Hosted,
+    HostedActor,
     ReportsHealth,
     ReportsLogs,
     ReportsMetrics,
@@ -89,7 +89,7 @@ class Entry:
     """One actor."""
 
     spec: ActorSpec
-    actor: Hosted
+    actor: HostedActor
     starting: asyncio.Task[Mapping[str, Any]]
     began_at: float
     was_ready: bool = False  # stays True once `is_ready` has been True
@@ -170,7 +170,7 @@ class ActorRegistry:
         worker: WorkerAddress,
         pid: int,
         clock: Clock,
-        make: Callable[[ActorSpec], Hosted],
+        make: Callable[[ActorSpec], HostedActor],
         *,
         surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_change: Callable[[], None] = _nothing,
@@ -286,7 +286,7 @@ class ActorRegistry:
         PROCESS.add(actor)
         return entry
 
-    async def _start(self, actor: Hosted) -> Mapping[str, Any]:
+    async def _start(self, actor: HostedActor) -> Mapping[str, Any]:
         try:
             return {**await actor.start(), "pid": self._pid}
         finally:
@@ -415,7 +415,7 @@ class ActorRegistry:
             return entry.actor.verbs
         return self.ready_actor(name, incarnation).verbs
 
-    def ready_actor(self, name: str, incarnation: int) -> Hosted:
+    def ready_actor(self, name: str, incarnation: int) -> HostedActor:
         """Return an actor.
 
         Raises

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from daskserve.cluster.channel.kept_results import KeptResults
-from daskserve.cluster.channel.streams import Accepted, AcceptedOnDemand, Offer, Opened
+from daskserve.cluster.channel.streams import AcceptedStream, Offer, OnDemandStream, OpenedStream
 from daskserve.cluster.channel.wire.frames import (
     ANSWER,
     CANCEL,
@@ -78,8 +78,8 @@ class Channel:
         self._post = transport.post
         self._dispatch = dispatch
         self._next_stream = first_stream
-        self._opened: dict[int, Opened] = {}
-        self._accepted: dict[int, Accepted] = {}
+        self._opened: dict[int, OpenedStream] = {}
+        self._accepted: dict[int, AcceptedStream] = {}
         #: Streams that are answered without a task, each with the function that cancels it.
         self._taskless: dict[int, Callable[[], None]] = {}
         #: Where this side keeps large answers, and the offered answers by stream; None if it sends all
@@ -115,7 +115,7 @@ class Channel:
         if not self.is_closed:
             self._transport.abort()
 
-    def request(self, address: ActorAddress, envelope: Envelope) -> Opened:
+    def request(self, address: ActorAddress, envelope: Envelope) -> OpenedStream:
         """Return a request to an actor on the other side, not sent.
 
         Raises
@@ -128,7 +128,7 @@ class Channel:
             raise ActorLostError(closed, begun=False, is_disconnected=True)
         number = self._next_stream
         self._next_stream += 2
-        return Opened(number, self._opened, self._transport, address, envelope)
+        return OpenedStream(number, self._opened, self._transport, address, envelope)
 
     def _refuse(self, frame: Any, error: Exception) -> None:
         """End the stream of a frame that could not be sent."""
@@ -163,7 +163,7 @@ class Channel:
             stream.put(*map(unwire_message, frame[2]))
         elif kind == CREDIT:
             stream.window.give(frame[2])
-        elif isinstance(stream, Accepted):
+        elif isinstance(stream, AcceptedStream):
             if kind == CANCEL:
                 self._cancel(number, stream)
         elif kind == ANSWER:
@@ -205,7 +205,14 @@ class Channel:
         return self._kept.drop(token), load
 
     def _take_offer(
-        self, number: int, stream: Opened, worker: str, token: str, size_bytes: int, ongoing: int, queued: int
+        self,
+        number: int,
+        stream: OpenedStream,
+        worker: str,
+        token: str,
+        size_bytes: int,
+        ongoing: int,
+        queued: int,
     ) -> None:
         call = stream.envelope.call
         if call is None or not call.leaves_value:
@@ -268,7 +275,7 @@ class Channel:
         request: ActorRequest,
         give_up: Callable[[], None] | None = None,
     ) -> None:
-        accepted = AcceptedOnDemand if envelope.has_body == ON_DEMAND else Accepted
+        accepted = OnDemandStream if envelope.has_body == ON_DEMAND else AcceptedStream
         stream = self._accepted[number] = accepted(number, self._transport, has_body=envelope.has_body)
         # Without a name: naming a task costs as much as creating it.
         stream.task = asyncio.get_running_loop().create_task(
@@ -308,7 +315,7 @@ class Channel:
         name: str,
         envelope: Envelope,
         request: ActorRequest,
-        stream: Accepted,
+        stream: AcceptedStream,
     ) -> None:
         send, large = stream.send, []
         if self._kept is not None and envelope.kind is EnvelopeKind.CALL:
@@ -342,12 +349,12 @@ class Channel:
             # Not a done callback, which costs one more loop iteration; `_cancel` covers the exception.
             self._accepted.pop(number, None)
 
-    def _cancel(self, number: int, stream: Accepted) -> None:
+    def _cancel(self, number: int, stream: AcceptedStream) -> None:
         stream.task.cancel()
         # A task that is cancelled before its first step never runs its own cleanup.
         stream.task.add_done_callback(lambda _: self._opener_left(number, stream))
 
-    def _opener_left(self, number: int, stream: Accepted) -> None:
+    def _opener_left(self, number: int, stream: AcceptedStream) -> None:
         self._accepted.pop(number, None)
         # Code that was not cancelled may still read, and receives this. It comes after the end of the task,
         # so cancelled code never receives it.

@@ -151,7 +151,7 @@ class ChannelPool:
                 await self._channel(worker)
         except TimeoutError:
             if worker in self._dialling:
-                self._tell(worker, Reachability.NONE)
+                self._notify(worker, Reachability.NONE)
             raise _unreached(worker, f"it did not answer within {shown(patience_s or 0.0)} s") from None
 
     def route_to(self, worker: WorkerAddress) -> Reachability | None:
@@ -184,9 +184,9 @@ class ChannelPool:
     def break_off(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that does not answer, so that its requests fail at once."""
         self.drop(worker)
-        self._tell(worker, Reachability.NONE)
+        self._notify(worker, Reachability.NONE)
 
-    def _tell(self, worker: WorkerAddress, route: Reachability) -> None:
+    def _notify(self, worker: WorkerAddress, route: Reachability) -> None:
         if not self._is_closed:
             for watcher in list(self.watchers):
                 watcher(worker, route)
@@ -233,7 +233,7 @@ class ChannelPool:
         except Exception:
             self._failed += 1
             self._end_dial(worker, task)
-            self._tell(worker, Reachability.NONE)
+            self._notify(worker, Reachability.NONE)
             raise
         self._end_dial(worker, task)
         return self._adopt(worker, transport)
@@ -255,7 +255,7 @@ class ChannelPool:
             self._retire(before)
         if transport.is_relayed:
             self._relayed.begin(worker, lambda direct: self._adopt(worker, direct))
-        self._tell(worker, Reachability.SCHEDULER if transport.is_relayed else Reachability.DIRECT)
+        self._notify(worker, Reachability.SCHEDULER if transport.is_relayed else Reachability.DIRECT)
         return channel
 
     def _retire(self, channel: Channel) -> None:
@@ -307,7 +307,7 @@ class ChannelPool:
             if self._open_to.get(worker) is channel:
                 del self._open_to[worker]
                 self._relayed.end(worker)
-                self._tell(worker, Reachability.NONE)
+                self._notify(worker, Reachability.NONE)
 
 
 def _unreached(worker: WorkerAddress, why: str) -> ActorLostError:

@@ -121,7 +121,7 @@ class Offer:
         return {"type": "call.result", "payload": self.kept}
 
 
-class Opened:
+class OpenedStream:
     """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
     The channel passes what arrives to `put`: messages, then a load, an offer or an error.
@@ -294,7 +294,7 @@ class Opened:
                     await window.wait()
 
 
-class Accepted:
+class AcceptedStream:
     """A stream that the other side opened, as its handler sees it.
 
     Most handlers answer at once. The start of the response, its body and the end then share one frame.
@@ -369,7 +369,7 @@ class Accepted:
             self._outlet.post((END, self._number, load.ongoing, load.queued))
 
 
-class AcceptedOnDemand(Accepted):
+class OnDemandStream(AcceptedStream):
     """A stream whose other side does not read the body before the handler does."""
 
     __slots__ = ()

@@ -103,7 +103,7 @@ class RemoteStore:
         self._instance = instance
 
         self._problems: Mapping[str, str] = {}
-        self._hold = StoreOwnership.HELD
+        self._ownership = StoreOwnership.HELD
 
     async def load(self) -> Mapping[str, bytes]:
         found = await ask_supervisor(self._client, "load_records", instance=self._instance)
@@ -115,11 +115,11 @@ class RemoteStore:
         return dict(self._problems)
 
     @property
-    def hold(self) -> StoreOwnership:
-        return self._hold
+    def ownership(self) -> StoreOwnership:
+        return self._ownership
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        self._problems, self._hold = condition["problems"], StoreOwnership(condition["hold"])
+        self._problems, self._ownership = condition["problems"], StoreOwnership(condition["hold"])
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         try:
@@ -130,7 +130,7 @@ class RemoteStore:
             self._problems = {**self._problems, "store": str(error)}
             raise
         except StoreTakenError as error:
-            self._problems, self._hold = {**self._problems, "store": str(error)}, StoreOwnership.TAKEN
+            self._problems, self._ownership = {**self._problems, "store": str(error)}, StoreOwnership.TAKEN
             raise
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:

@@ -25,7 +25,7 @@ from daskserve.cluster.channel.connect.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.dask.cluster import DaskCluster, ask_if_supervised, ask_supervisor
 from daskserve.cluster.dask.reconnect import identity_on, keep_connected
-from daskserve.cluster.dask.tasks import DaskTask, present_task
+from daskserve.cluster.dask.tasks import DaskTask, current_task
 from daskserve.cluster.dask.values import DaskTransfer
 from daskserve.cluster.distributed_internals import (
     actors_on,
@@ -256,9 +256,9 @@ class DaskConnection:
             "create a new distributed.Client, and start or connect with it."
         )
 
-    def present_task(self) -> DaskTask | None:
+    def current_task(self) -> DaskTask | None:
         """Return the Dask task that the caller's code belongs to; None elsewhere."""
-        return present_task()
+        return current_task()
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the connection's own loop."""

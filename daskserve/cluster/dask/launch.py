@@ -4,7 +4,8 @@ Their processes are plain subprocesses; see `daskserve.cluster.dask.server_proce
 session, so that Ctrl-C reaches only the caller.
 
 The cluster of an instance that ends with its program also ends with it: the scheduler and the nannies run in
-the caller's process (see `daskserve.cluster.dask.kept_worker`), and a worker exits when the caller is killed.
+the caller's process (see `daskserve.cluster.dask.supervised_worker`), and a worker exits when the caller is
+killed.
 A detached instance gets a separate scheduler process and workers with nannies, which outlive the caller.
 """
 
@@ -28,9 +29,9 @@ import dask.config
 from distributed import Client, Scheduler, SpecCluster
 
 from daskserve.cluster.dask.idle_work import quiet_config
-from daskserve.cluster.dask.kept_worker import WorkerKeeper
 from daskserve.cluster.dask.quiet_close import QuietCluster
 from daskserve.cluster.dask.server_process import command, environment
+from daskserve.cluster.dask.supervised_worker import SubprocessNanny
 from daskserve.cluster.distributed_internals import is_asynchronous
 from daskserve.common.formatting import shown
 from daskserve.common.settings import LocalClusterSize
@@ -166,7 +167,7 @@ async def _start_local(
 ) -> tuple[SpecCluster, Client]:
     config = quiet_config() if size.quiet_dask else {}
     spec = {
-        "cls": WorkerKeeper,
+        "cls": SubprocessNanny,
         "options": {"worker_options": _worker_options(size), "config": config},
     }
     with dask.config.set(config):  # the scheduler and the nannies read it when they start

@@ -4,7 +4,7 @@ Problem: a worker that closes before the scheduler has answered its heartbeat in
 logs a traceback. Choice: all heartbeats end before the workers do.
 
 A program that ends must not wait for a cluster that does not close. The workers end with the program in any
-case; see `daskserve.cluster.dask.kept_worker`.
+case; see `daskserve.cluster.dask.supervised_worker`.
 """
 
 from __future__ import annotations

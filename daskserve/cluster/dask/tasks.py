@@ -110,7 +110,7 @@ class TaskWatch(WorkerPlugin):
 
 
 class DaskTask:
-    """A `daskserve.cluster.protocols.tasks.PresentTask`."""
+    """A `daskserve.cluster.protocols.tasks.CurrentTask`."""
 
     def __init__(self, worker: Any, key: Any, *, is_in_thread: bool) -> None:
         self.key = str(key)
@@ -123,8 +123,8 @@ class DaskTask:
         self._has_left = False
         self._thread = threading.get_ident()
 
-    def leave(self, limit: int | None = None) -> bool:
-        """Secede, so that another task can run; see `PresentTask.leave`."""
+    def secede(self, limit: int | None = None) -> bool:
+        """Secede, so that another task can run; see `CurrentTask.secede`."""
         if limit is not None and not self._may_leave(limit):
             return False
         self._watch.away[self._key] = self._since
@@ -172,8 +172,8 @@ class DaskTask:
             )
         )
 
-    def come_back(self) -> None:
-        """Take a slot again; see `PresentTask.come_back`."""
+    def rejoin(self) -> None:
+        """Take a slot again; see `CurrentTask.rejoin`."""
         self._watch.note_back(self._key)
         self._since = stopwatch()
         if self._has_left and threading.get_ident() == self._thread:
@@ -182,7 +182,7 @@ class DaskTask:
                 rejoin()
 
     def on_release(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back if Dask releases the task; see `PresentTask.on_release`."""
+        """Call back if Dask releases the task; see `CurrentTask.on_release`."""
 
         def released() -> None:
             self.is_released = True
@@ -204,7 +204,7 @@ class DaskTask:
         return Reschedule()
 
 
-def present_task() -> DaskTask | None:
+def current_task() -> DaskTask | None:
     """Return the Dask task that this code belongs to; None elsewhere."""
     loop = running_loop()
     if loop is None:

@@ -33,7 +33,7 @@ from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
-from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
+from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, HostedActor, InstanceStore
 from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import Clock, LoopClock
@@ -70,7 +70,7 @@ class LocalHost:
     def __init__(
         self, world: LocalWorld, info: WorkerInfo, factories: Mapping[ActorKind, ActorFactory]
     ) -> None:
-        def make(spec: ActorSpec) -> Hosted:
+        def make(spec: ActorSpec) -> HostedActor:
             process = self.process
             return factories[spec.kind](
                 ActorContext(
@@ -359,7 +359,7 @@ class LocalCluster:
             for entry in host.registry.entries.values()
         ]
 
-    def actor(self, address: ActorAddress) -> Hosted:
+    def actor(self, address: ActorAddress) -> HostedActor:
         """Return the actor itself.
 
         Raises

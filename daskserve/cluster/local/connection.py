@@ -64,7 +64,7 @@ class LocalConnection:
         """Calls to that loop from other threads."""
         return self.loop_queues.get(self.loop, self.inbox)
 
-    def present_task(self) -> None:
+    def current_task(self) -> None:
         """Return None: there are no Dask tasks."""
 
     @property

@@ -223,8 +223,8 @@ class _ProcessStore:
         return self._world.store.problems()
 
     @property
-    def hold(self) -> StoreOwnership:
-        return self._world.store.hold
+    def ownership(self) -> StoreOwnership:
+        return self._world.store.ownership
 
     def learn(self, condition: Mapping[str, Any]) -> None:
         """Do nothing; this process uses the store directly."""

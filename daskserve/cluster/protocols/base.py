@@ -18,7 +18,8 @@ from daskserve.cluster.protocols.stores import InstanceStore as InstanceStore
 from daskserve.cluster.protocols.stores import Store as Store
 from daskserve.cluster.protocols.stores import StoreChange as StoreChange
 from daskserve.cluster.protocols.subscriptions import Listener as Listener
-from daskserve.cluster.protocols.tasks import PresentTask as PresentTask
+from daskserve.cluster.protocols.tasks import CurrentTask as CurrentTask
+from daskserve.cluster.protocols.tasks import TaskQueueHost as TaskQueueHost
 from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock, RequestIds
 from daskserve.common.types import (
@@ -154,7 +155,7 @@ class Parent(NamedTuple):
     take_sockets: Callable[[str], list[socket.socket]]
 
 
-class Hosted(Source, Protocol):
+class HostedActor(Source, Protocol):
     """An actor that a Host can run."""
 
     @property
@@ -355,7 +356,7 @@ class Process(Cluster, Protocol):
 
 #: The argument of an actor's factory.
 ActorContext: TypeAlias = ContextWith[Process]
-ActorFactory: TypeAlias = Callable[[ActorContext], Hosted]
+ActorFactory: TypeAlias = Callable[[ActorContext], HostedActor]
 
 
 class RemoteValues(Protocol):
@@ -432,7 +433,7 @@ class ClusterConnection(Protocol):
     def runs_here(self) -> bool:
         """Return whether the caller is on the connection's own loop."""
 
-    def present_task(self) -> PresentTask | None:
+    def current_task(self) -> CurrentTask | None:
         """Return the Dask task that the caller's code belongs to; None elsewhere."""
 
     @property

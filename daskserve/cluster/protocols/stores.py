@@ -1,7 +1,8 @@
 """The records of an instance, and the place that keeps them.
 
 Several clusters may use one place, and at most one of them owns an instance's records. `StoreOwnership` lists
-the states of an instance, and `TURNS` the transitions. `daskserve.cluster.scheduler.holding` executes them.
+the states of an instance, `TRANSITIONS` how they change. `daskserve.cluster.scheduler.owned_store` executes
+them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class OwnershipEvent(enum.Enum):
 
 
 #: All transitions; any other event leaves the ownership as it is.
-TURNS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
+TRANSITIONS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
     (StoreOwnership.TRIAL, OwnershipEvent.CLAIM): StoreOwnership.CLAIMED,
     (StoreOwnership.TRIAL, OwnershipEvent.OVERTAKEN): StoreOwnership.REFUSED,
     (StoreOwnership.CLAIMED, OwnershipEvent.WRITE): StoreOwnership.HELD,
@@ -57,9 +58,9 @@ TURNS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
 }
 
 
-def turned(hold: StoreOwnership, turn: OwnershipEvent) -> StoreOwnership:
+def next_ownership(ownership: StoreOwnership, event: OwnershipEvent) -> StoreOwnership:
     """Return the ownership after an event."""
-    return TURNS.get((hold, turn), hold)
+    return TRANSITIONS.get((ownership, event), ownership)
 
 
 class Claim(NamedTuple):
@@ -118,7 +119,7 @@ class Store(Protocol):
         """
 
     @property
-    def hold(self) -> StoreOwnership:
+    def ownership(self) -> StoreOwnership:
         """Whether the instance owns its records, as far as this process knows."""
 
     def learn(self, condition: Mapping[str, Any]) -> None:

@@ -181,7 +181,7 @@ def best_worker(
     return max(candidates, key=rank)["address"] if candidates else None
 
 
-class ControllerKeeper:
+class ControllerSupervisor:
     """Starts, pings and replaces the controllers of all instances.
 
     Parameters
@@ -352,7 +352,7 @@ class ControllerKeeper:
             await self.start(entry)
 
     async def _answers(self, entry: Instance, address: ActorAddress) -> bool:
-        condition = {"problems": dict(entry.store.problems()), "hold": entry.store.hold.value}
+        condition = {"problems": dict(entry.store.problems()), "hold": entry.store.ownership.value}
         try:
             async with asyncio.timeout(PERIOD_S):
                 await self._hosts.call(address, "ping", store=condition)

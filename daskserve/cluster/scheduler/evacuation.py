@@ -16,7 +16,7 @@ from distributed import Scheduler
 
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
-from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
+from daskserve.cluster.scheduler.controllers import ControllerSupervisor, Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName, RetirementStatus, WorkerAddress
@@ -44,7 +44,7 @@ class Evacuations:
         instances: Mapping[InstanceName, Instance],
         *,
         capacity: Capacity,
-        controllers: ControllerKeeper,
+        controllers: ControllerSupervisor,
         publish: Callable[[InstanceName, Mapping[str, Any]], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
         admit: Callable[[WorkerAddress], Coroutine[Any, Any, None]],

@@ -23,7 +23,7 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.reserved_resources import ReservedResources
-from daskserve.cluster.worker.host import Host, present_host
+from daskserve.cluster.worker.host import Host, current_host
 from daskserve.common.formatting import shown
 from daskserve.common.types import ActorAddress, InstanceName, WorkerAddress
 from daskserve.errors import (
@@ -220,7 +220,7 @@ class HostRegistry:
         assert self._client is not None
         key = f"{HOST_KEY}{uuid.uuid4().hex}"
         future: Future[Host] = self._client.submit(
-            present_host,
+            current_host,
             actor=True,
             key=key,
             workers=[worker],

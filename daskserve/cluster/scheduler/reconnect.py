@@ -17,7 +17,7 @@ from distributed import Scheduler
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.opening import is_in_memory
 from daskserve.common.types import InstanceName, WorkerAddress
 from daskserve.errors import InstanceError, ServeError
@@ -63,14 +63,14 @@ class _ReconnectingInstance:
     #: The epoch of the controller that sent the records.
     records_epoch: int = 0
 
-    def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
+    def is_due(self, current: Collection[WorkerAddress], now: float) -> bool:
         """Return whether the instance should start, with these workers in the cluster."""
         waited_s = now - self.began_at
-        if not present:
+        if not current:
             return waited_s >= float(self.start["timeout_s"])
         # The records show that a controller has reported its workers.
         is_complete = self.known.records is not None
-        if is_complete and self.workers <= set(present):
+        if is_complete and self.workers <= set(current):
             return True
         return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
 
@@ -176,7 +176,7 @@ async def open_records(entry: Instance, url: str, back: KnownInstance | None) ->
     await entry.store.open()
     known = back or KnownInstance()
     await restore(entry, url, known.epoch, known.records)
-    if isinstance(entry.store, HeldStore):
+    if isinstance(entry.store, OwnedStore):
         await entry.store.begin(reconnects=back is not None, epoch=known.epoch, records=known.records)
 
 

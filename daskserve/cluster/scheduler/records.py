@@ -29,7 +29,7 @@ async def _load(entry: Instance) -> dict[str, Any]:
 
 
 def _condition(entry: Instance) -> dict[str, Any]:
-    return {"problems": dict(entry.store.problems()), "hold": entry.store.hold.value}
+    return {"problems": dict(entry.store.problems()), "hold": entry.store.ownership.value}
 
 
 async def _commit(

@@ -36,14 +36,13 @@ from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import (
     START_TIMEOUT_S,
-    ControllerKeeper,
+    ControllerSupervisor,
     Instance,
     find_controller,
     list_instances,
 )
 from daskserve.cluster.scheduler.drains import Drains, end_as_asked
 from daskserve.cluster.scheduler.evacuation import Evacuations
-from daskserve.cluster.scheduler.holding import HeldStore, holding
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.handler import Api
@@ -52,6 +51,7 @@ from daskserve.cluster.scheduler.http.page.handlers import Page
 from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
+from daskserve.cluster.scheduler.owned_store import OwnedStore, owned_store
 from daskserve.cluster.scheduler.parcels import parcel_verbs, verbs_for
 from daskserve.cluster.scheduler.reconnect import (
     KnownInstance,
@@ -128,7 +128,7 @@ class Supervisor(SchedulerPlugin):
         panels = Panels(scheduler, self._instances.keys, api.feeds.ask)
         #: The changes to the scheduler that apply while there are Hosts.
         self._installed = (self._capacity, reserved, targets.routes, api.routes, page, panels)
-        self._controllers = ControllerKeeper(
+        self._controllers = ControllerSupervisor(
             self._hosts,
             self._instances,
             publish=self._publish,
@@ -262,7 +262,7 @@ class Supervisor(SchedulerPlugin):
                 )
             raise AlreadyRunningError(f"An instance named {instance!r} is already running.")
         try:
-            opened = holding(open_store(store, instance), start_id)
+            opened = owned_store(open_store(store, instance), start_id)
         except ServeError:
             await self._unregister_if_unused()
             raise
@@ -271,7 +271,7 @@ class Supervisor(SchedulerPlugin):
         try:
             try:
                 await open_records(entry, store, back)
-                if isinstance(opened, HeldStore):
+                if isinstance(opened, OwnedStore):
                     entry.watching = self._tasks.spawn(self._watch_store(entry, opened))
                 self._hosts.starts[instance] = start
                 await self._hosts_ready(entry, start["timeout_s"])
@@ -288,7 +288,7 @@ class Supervisor(SchedulerPlugin):
             raise
         return {"controller": asdict(entry.controller)}
 
-    async def _watch_store(self, entry: Instance, store: HeldStore) -> None:
+    async def _watch_store(self, entry: Instance, store: OwnedStore) -> None:
         await store.watch()
         # Another cluster took the store first. The program that started this instance ends it, unless it has
         # died.
@@ -423,8 +423,8 @@ class Supervisor(SchedulerPlugin):
 
     def _is_anywhere(self, instance: InstanceName) -> bool:
         # Once this supervisor is closed, another one may run an instance of this name.
-        present = self._scheduler.plugins.get(PLUGIN_NAME)
-        return isinstance(present, Supervisor) and present.is_running(instance)
+        current = self._scheduler.plugins.get(PLUGIN_NAME)
+        return isinstance(current, Supervisor) and current.is_running(instance)
 
     def is_running(self, instance: InstanceName) -> bool:
         """Return whether an instance of this name runs and is not ending."""

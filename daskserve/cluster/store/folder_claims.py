@@ -60,7 +60,7 @@ class FolderClaims:
         self._folder().create(named(epoch), self._note(owner))
 
     def clear(self, before: int) -> None:
-        """Remove older claims, and all knocks; an instance that waits for an answer knocks again."""
+        """Remove older claims, and all queries; an instance that waits for an answer queries again."""
         names = self.names()
         older = [named(each) for each in epochs_in(names) if each < before]
         asked = [f"{FOLDER}/{each}" for each in names if each.startswith((_KNOCK, _HERE))]
@@ -81,15 +81,15 @@ class FolderClaims:
         return owner if isinstance(owner, str) else None
 
     def answer(self, names: Collection[str]) -> None:
-        """Answer the knocks among the names."""
+        """Answer the queries among the names."""
         for name in names:
             by = name.removeprefix(_KNOCK)
             if by != name and f"{_HERE}{by}" not in names:
                 with contextlib.suppress(FileExistsError):
                     self._folder().create(f"{FOLDER}/{_HERE}{by}", self._note(""))
 
-    def knock(self, by: str) -> bool:
-        """Create a knock, if there is none; return whether it was answered."""
+    def query_owner(self, by: str) -> bool:
+        """Create a query, if there is none; return whether it was answered."""
         names = self.names()
         if f"{_KNOCK}{by}" not in names:
             with contextlib.suppress(FileExistsError):
@@ -97,7 +97,7 @@ class FolderClaims:
         return f"{_HERE}{by}" in names
 
     def forget(self, by: str) -> None:
-        """Remove a knock and its answer."""
+        """Remove a query and its answer."""
         self._folder().remove([f"{FOLDER}/{_KNOCK}{by}", f"{FOLDER}/{_HERE}{by}"])
 
 

@@ -343,7 +343,7 @@ def locate(url: str) -> tuple[Any, str, bool]:
 
 
 #: Errors that a retry does not fix.
-LASTING = (
+PERMANENT = (
     FileNotFoundError,
     PermissionError,
     NotADirectoryError,
@@ -360,7 +360,7 @@ def translated_errors(url: str) -> Iterator[None]:
     except (ServeError, FileExistsError):
         raise
     except Exception as error:
-        if isinstance(error, LASTING) or getattr(error, "errno", None) in READ_ONLY:
+        if isinstance(error, PERMANENT) or getattr(error, "errno", None) in READ_ONLY:
             raise StoreError(
                 f"The store {url} cannot be used ({type(error).__name__}: {error}). It must be a folder that "
                 "the scheduler can read and write: fix its permissions or use another folder."

@@ -336,18 +336,18 @@ class FsspecStore(BlockingStore):
             f"Other processes keep claiming epochs in the store {self.url}; retry later."
         )
 
-    def look(self, *, answers: bool = False) -> Claim:
+    def newest_claim(self, *, answers: bool = False) -> Claim:
         with translated_errors(self.url):
             names = self._claims.names()
             if answers:
                 self._claims.answer(names)
             return self._claims.of(self._refresh_epoch(names))
 
-    def knock(self, by: str) -> bool:
+    def query_owner(self, by: str) -> bool:
         with translated_errors(self.url):
-            return self._claims.knock(by)
+            return self._claims.query_owner(by)
 
-    def forget_knock(self, by: str) -> None:
+    def forget_query(self, by: str) -> None:
         with translated_errors(self.url):
             self._claims.forget(by)
 

@@ -86,7 +86,7 @@ class MemoryStore:
         return {}
 
     @property
-    def hold(self) -> StoreOwnership:
+    def ownership(self) -> StoreOwnership:
         return StoreOwnership.HELD
 
     def learn(self, condition: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ from daskserve.cluster.store.sqlite_files import FilesWatch, check_not_empty, cr
 from daskserve.cluster.store.sqlite_log import (
     LOG_BYTES,
     NEW_MARKS,
-    LogKeeper,
+    WALCheckpointer,
     accept,
     log_of,
     mark,
@@ -83,7 +83,7 @@ UPSERT = (
 )
 
 #: Prefixes of SQLite's error names that a retry may fix, with the remedy.
-PASSING: Mapping[str, str] = {
+TRANSIENT: Mapping[str, str] = {
     "SQLITE_BUSY": f"another program has held its lock for more than {shown(BUSY_TIMEOUT_S)} s; end that "
     "program or its transaction",
     "SQLITE_LOCKED": "another program holds its lock; end that program or its transaction",
@@ -92,7 +92,7 @@ PASSING: Mapping[str, str] = {
     "SQLITE_NOMEM": "SQLite is out of memory; free some memory on the scheduler's machine",
 }
 #: Prefixes of the errors that a retry does not fix.
-LASTING: Mapping[str, str] = {
+PERMANENT: Mapping[str, str] = {
     "SQLITE_READONLY": "it cannot be written; give the scheduler's user the right to write the file and its "
     "folder, or use another file",
     "SQLITE_PERM": "the scheduler's user may not use it; change its permissions or use another file",
@@ -126,15 +126,15 @@ def _keep_log(db: sqlite3.Connection) -> None:
 
 @dataclass(slots=True)
 class _OpenDatabase:
-    """The open resources of a store: its connection, the files behind it, and the keeper of their log."""
+    """The open resources of a store: its connection, the files behind it, and the checkpointer."""
 
     connection: sqlite3.Connection
     files: FilesWatch
-    keeper: LogKeeper | None = None
+    checkpointer: WALCheckpointer | None = None
 
     def close(self) -> None:
-        if self.keeper is not None:
-            self.keeper.stop()
+        if self.checkpointer is not None:
+            self.checkpointer.stop()
             with contextlib.suppress(sqlite3.Error):
                 self.connection.execute("PRAGMA synchronous = NORMAL")
                 seal(self.connection)
@@ -190,7 +190,7 @@ class SqliteStore(BlockingStore):
             keeping = connect(self.path, any_thread=True)
             _keep_log(keeping)
             keeping.execute("PRAGMA synchronous = NORMAL")
-        self._opened.keeper = LogKeeper(keeping, self.url)
+        self._opened.checkpointer = WALCheckpointer(keeping, self.url)
         warn_if_shared(self.path)
         return lack
 
@@ -324,20 +324,20 @@ class SqliteStore(BlockingStore):
             check_format(self.url, format_of(db) or FORMAT, FORMAT)
             return self._claims.claim(db, after, owner)
 
-    def look(self, *, answers: bool = False) -> Claim:
+    def newest_claim(self, *, answers: bool = False) -> Claim:
         with self._translated_errors():
-            is_awaited = answers and self._claims.has_knocks(self._db)
+            is_awaited = answers and self._claims.has_queries(self._db)
         if is_awaited:
             with self._change() as db:
                 self._claims.answer(db)
         with self._translated_errors():
-            return self._claims.look(self._db)
+            return self._claims.newest_claim(self._db)
 
-    def knock(self, by: str) -> bool:
+    def query_owner(self, by: str) -> bool:
         with self._change() as db:
-            return self._claims.knock(db, by)
+            return self._claims.query_owner(db, by)
 
-    def forget_knock(self, by: str) -> None:
+    def forget_query(self, by: str) -> None:
         with self._change() as db:
             self._claims.forget(db, by)
 
@@ -355,8 +355,8 @@ class SqliteStore(BlockingStore):
             yield db
             was_sealed = stamp(db)
         assert self._opened is not None
-        assert self._opened.keeper is not None
-        self._opened.keeper.note(was_sealed=was_sealed)
+        assert self._opened.checkpointer is not None
+        self._opened.checkpointer.note(was_sealed=was_sealed)
         if (size_of(log_of(self.path)) or 0) > LOG_BYTES:
             with self._translated_errors():
                 mark(db)
@@ -385,15 +385,15 @@ class SqliteStore(BlockingStore):
             # SQLite does not create the file itself; see `create_whole`.
             what = f"The store {self.url} cannot be used:"
             if isinstance(error, PermissionError) or error.errno in READ_ONLY:
-                raise StoreError(f"{what} {LASTING['SQLITE_READONLY']}. ({error})") from error
+                raise StoreError(f"{what} {PERMANENT['SQLITE_READONLY']}. ({error})") from error
             kind = "SQLITE_FULL" if error.errno in FULL else "SQLITE_IOERR"
-            raise StoreUnavailableError(f"{what} {PASSING[kind]}. ({error})") from error
+            raise StoreUnavailableError(f"{what} {TRANSIENT[kind]}. ({error})") from error
 
 
 def translate(url: str, error: sqlite3.Error) -> ServeError:
     """Return the store's error for an error of SQLite."""
     name = name_of(error)
-    for kinds, error_class in ((PASSING, StoreUnavailableError), (LASTING, StoreError)):
+    for kinds, error_class in ((TRANSIENT, StoreUnavailableError), (PERMANENT, StoreError)):
         for beginning, remedy in kinds.items():
             if name.startswith(beginning):
                 return error_class(f"The store {url} cannot be used: {remedy}. ({name}: {error})")

@@ -1,4 +1,4 @@
-"""Ownership of the records of an instance in an SQLite file: the newest epoch, its owner, and knocks.
+"""Ownership of the records of an instance in an SQLite file: the newest epoch, its owner, and queries.
 
 Each function runs within a transaction of its caller. The tables are beside those of format 1, whose readers
 ignore them: an epoch that such a reader claims has no owner here.
@@ -58,7 +58,7 @@ class SqliteClaims:
         db.execute(_SET_OWNER, (self._instance, newest + 1, owner))
         return newest + 1
 
-    def look(self, db: sqlite3.Connection) -> Claim:
+    def newest_claim(self, db: sqlite3.Connection) -> Claim:
         """Return the newest claim."""
         # One statement, so that the epoch and its owner belong together.
         row = db.execute(
@@ -68,19 +68,19 @@ class SqliteClaims:
         ).fetchone()
         return Claim(0, None) if row is None else Claim(int(row[0]), row[1])
 
-    def has_knocks(self, db: sqlite3.Connection) -> bool:
-        """Return whether there are knocks without an answer."""
+    def has_queries(self, db: sqlite3.Connection) -> bool:
+        """Return whether there are queries without an answer."""
         row = db.execute(
             "SELECT 1 FROM daskserve_knocks WHERE instance = ? AND NOT is_answered", (self._instance,)
         ).fetchone()
         return row is not None
 
     def answer(self, db: sqlite3.Connection) -> None:
-        """Answer all knocks."""
+        """Answer all queries."""
         db.execute("UPDATE daskserve_knocks SET is_answered = 1 WHERE instance = ?", (self._instance,))
 
-    def knock(self, db: sqlite3.Connection, by: str) -> bool:
-        """Insert a knock, if there is none; return whether it was answered."""
+    def query_owner(self, db: sqlite3.Connection, by: str) -> bool:
+        """Insert a query, if there is none; return whether it was answered."""
         row = db.execute(
             "SELECT is_answered FROM daskserve_knocks WHERE instance = ? AND by = ?", (self._instance, by)
         ).fetchone()
@@ -89,5 +89,5 @@ class SqliteClaims:
         return row is not None and bool(row[0])
 
     def forget(self, db: sqlite3.Connection, by: str) -> None:
-        """Remove a knock and its answer."""
+        """Remove a query and its answer."""
         db.execute("DELETE FROM daskserve_knocks WHERE instance = ? AND by = ?", (self._instance, by))

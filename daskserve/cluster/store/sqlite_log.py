@@ -13,9 +13,9 @@ Choice: the file itself records whether it is complete. Rows of ``daskserve_meta
 * ``records`` and ``epochs``: how many records there are, and the sum of all epochs, as of the last change. A
   file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
 
-Marks and seals are written by `LogKeeper`, in a separate thread with a separate connection, so a change waits
-for one sync, its own. The keeper marks the file a moment after the first change since the seal, when the
-change is already acknowledged; a copy made in between has the records from before the change.
+Marks and seals are written by `WALCheckpointer`, in a separate thread with a separate connection, so a change
+waits for one sync, its own. The checkpointer marks the file a moment after the first change since the seal,
+when the change is already acknowledged; a copy made in between has the records from before the change.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Note(enum.Enum):
     END = enum.auto()
 
 
-class LogKeeper:
+class WALCheckpointer:
     """Marks the file after the first change, and seals it after a while without changes.
 
     Parameters

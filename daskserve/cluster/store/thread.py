@@ -176,14 +176,14 @@ class BlockingStore(Protocol):
             ``after`` is not the newest epoch. Of two that claim after the same one, one gets it.
         """
 
-    def look(self, *, answers: bool = False) -> Claim:
-        """Return the newest claim; with ``answers``, answer all knocks, because the owner is alive."""
+    def newest_claim(self, *, answers: bool = False) -> Claim:
+        """Return the newest claim; with ``answers``, answer all queries, because the owner is alive."""
 
-    def knock(self, by: str) -> bool:
+    def query_owner(self, by: str) -> bool:
         """Query whether the owner is alive, unless a query is pending; return whether it has answered."""
 
-    def forget_knock(self, by: str) -> None:
-        """Remove a knock and its answer."""
+    def forget_query(self, by: str) -> None:
+        """Remove a query and its answer."""
 
 
 class ThreadedStore:
@@ -234,14 +234,14 @@ class ThreadedStore:
     async def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
         return await self.calls.run(self.blocking.claim_epoch, after, owner)
 
-    async def look(self, *, answers: bool = False) -> Claim:
-        return await self.calls.run(partial(self.blocking.look, answers=answers))
+    async def newest_claim(self, *, answers: bool = False) -> Claim:
+        return await self.calls.run(partial(self.blocking.newest_claim, answers=answers))
 
-    async def knock(self, by: str) -> bool:
-        return await self.calls.run(self.blocking.knock, by)
+    async def query_owner(self, by: str) -> bool:
+        return await self.calls.run(self.blocking.query_owner, by)
 
-    async def forget_knock(self, by: str) -> None:
-        await self.calls.run(self.blocking.forget_knock, by)
+    async def forget_query(self, by: str) -> None:
+        await self.calls.run(self.blocking.forget_query, by)
 
     def problems(self) -> Mapping[str, str]:
         return self.blocking.problems.all()

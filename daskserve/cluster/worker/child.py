@@ -162,7 +162,8 @@ class ChildProcess:
         self._watching = asyncio.create_task(self._watch(), name=f"daskserve-child-watch-{name}")
 
     def __repr__(self) -> str:
-        return f"<ChildProcess {self.name} pid={self.pid} {self.fate if self.ended.is_set() else 'running'}>"
+        state = self.exit_reason if self.ended.is_set() else "running"
+        return f"<ChildProcess {self.name} pid={self.pid} {state}>"
 
     @classmethod
     async def start(
@@ -213,7 +214,7 @@ class ChildProcess:
                         await asyncio.wait_for(asyncio.shield(process.exited), EXIT_GRACE_S)
                     raise InstanceError(
                         f"The interpreter {interpreter.python} did not start: it "
-                        f"{fate_of(process.returncode)}. The log of its worker has its output."
+                        f"{exit_reason_of(process.returncode)}. The log of its worker has its output."
                     )
                 problem = _mismatch(interpreter, facts)
                 if problem is not None:
@@ -239,9 +240,9 @@ class ChildProcess:
         return not self._channel.is_closed
 
     @property
-    def fate(self) -> str:
+    def exit_reason(self) -> str:
         """How the process ended, as a verb phrase; valid once `ended` is set."""
-        return fate_of(self._process.returncode)
+        return exit_reason_of(self._process.returncode)
 
     def last_lines(self) -> tuple[str, ...]:
         """Return the last lines that the child's code has logged, also after its end."""
@@ -402,7 +403,7 @@ def _mismatch(interpreter: Interpreter, facts: Mapping[str, Any]) -> str | None:
     return None
 
 
-def fate_of(status: int | None) -> str:
+def exit_reason_of(status: int | None) -> str:
     """Return how a process ended, as a verb phrase."""
     if status is None:
         return "does not answer"

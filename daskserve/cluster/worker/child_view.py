@@ -106,7 +106,7 @@ class ChildView:
 
         if self._user_clients is None:
             self._user_clients = UserClients(*self._address_and_security(), self._loop)
-        return self._user_clients.present()
+        return self._user_clients.current()
 
     def _address_and_security(self) -> tuple[str, Security | None]:
         if not self._access.address:

@@ -32,7 +32,7 @@ from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.dask.shared_values import ValueVerbs
 from daskserve.cluster.distributed_internals import NO_REPLY, as_current
 from daskserve.cluster.metrics_path import facts_of_server
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Hosted
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, HostedActor
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
@@ -53,7 +53,7 @@ from daskserve.telemetry.collector import PROCESS
 logger = logging.getLogger("daskserve.host")
 
 
-def present_host() -> Host:
+def current_host() -> Host:
     """Return the Host of the current worker if it has outlived its scheduler; otherwise a new one."""
     host: Host | None = getattr(get_worker(), HOST_ATTRIBUTE, None)
     return Host() if host is None else host
@@ -213,7 +213,7 @@ class Host:
     def _find_user_client(self) -> Client:
         if self._user_clients is None:
             raise self._not_open()
-        return self._user_clients.present()
+        return self._user_clients.current()
 
     def _peers(self) -> list[str]:
         channels = [] if self.connection is None else list(self.connection.channels.peers)
@@ -222,7 +222,7 @@ class Host:
     def _has_replicas(self) -> bool:
         return any(entry.spec.kind is ActorKind.REPLICA for entry in self.registry.entries.values())
 
-    def _make(self, spec: ActorSpec) -> Hosted:
+    def _make(self, spec: ActorSpec) -> HostedActor:
         connection = self._open_connection
         cluster = connection.cluster(spec.instance)
         context = ActorContext(

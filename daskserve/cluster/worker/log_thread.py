@@ -31,7 +31,7 @@ import traceback
 from collections import deque
 from typing import Any, NamedTuple
 
-from daskserve.cluster.actors.recent_log import TakesRecords
+from daskserve.cluster.actors.recent_log import LogSink
 from daskserve.cluster.worker.tagging import tags_of
 from daskserve.common.formatting import encodable, shown
 from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
@@ -90,7 +90,7 @@ class LogThread:
         self,
         max_records: int = MAX_RECORDS,
         max_tracebacks: int = MAX_TRACEBACKS,
-        recent: TakesRecords | None = None,
+        recent: LogSink | None = None,
         logs: ProcessLogs | None = None,
     ) -> None:
         self._max_records = max_records

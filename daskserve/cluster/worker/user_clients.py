@@ -77,7 +77,7 @@ class UserClient(TaskClient):
             self.scheduler = self.rpc(address)  # Dask does this later, but `Event` and others read it at once
 
     def submit(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Submit a task, which belongs to the trace of the present request."""
+        """Submit a task, which belongs to the trace of the current request."""
         return super().submit(_traced(func, kwargs), *args, **kwargs)
 
     def map(self, func: Any, *iterables: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ class UserClients:
         self._clients: dict[asyncio.AbstractEventLoop, UserClient] = {}
         self._holding: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
-    def present(self) -> Client:
+    def current(self) -> Client:
         """Return the client of the running loop; in a thread without a loop, the client for threads."""
         if running_loop() is not None:
             return self._of_running_loop()

@@ -59,9 +59,9 @@ class CurrentLoop:
     def asyncio_loop(self) -> Any:
         """The running event loop; in a thread, the loop of the client for threads."""
         refuse_blocking_lock()
-        present = running_loop()
-        if present is not None:
-            return present
+        current = running_loop()
+        if current is not None:
+            return current
         loop: Any = self._find().loop
         return loop.asyncio_loop
 

@@ -34,9 +34,9 @@ Replicas: TypeAlias = Mapping[ReplicaTag, ReplicaRecord]
 #: Minimum time of a new controller to observe the progress of a change that it takes over.
 SETTLE_S = 10.0
 #: Interval at which a slow change logs what it waits for.
-TELL_S = 30.0
+LOG_S = 30.0
 #: States in which a replica may be at work.
-_PASSING = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
+_TRANSIENT = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
 
 def is_overdue(
@@ -82,14 +82,16 @@ def note(
             deadline = notes.full_from + limit_s
         if deadline > inputs.now:  # otherwise the change waits for another deployment
             step.wake(deadline)
-    _tell(inputs, step, backend, replicas.values())
+    _log_waiting(inputs, step, backend, replicas.values())
 
 
-def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> None:
+def _log_waiting(
+    inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+) -> None:
     notes, replicas = step.notes, list(replicas)
     if is_holding(backend, replicas):
         return
-    is_due = notes.told_at is not None and inputs.now >= notes.told_at + TELL_S
+    is_due = notes.logged_at is not None and inputs.now >= notes.logged_at + LOG_S
     if is_due and app_state.is_late(inputs.state, inputs.observed, backend, replicas):
         parts = (notes.waiting, busy_text(inputs.observed, backend, replicas, step_s=1.0))
         wanted = counted(backend.needed_replicas, "replica runs", "replicas run")
@@ -97,9 +99,9 @@ def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iter
         step.messages.append(
             f"A change of {backend.display_name} takes long: {'; '.join([count, *filter(None, parts)])}"
         )
-    if is_due or notes.told_at is None:
-        notes.told_at = inputs.now
-    step.wake(notes.told_at + TELL_S)
+    if is_due or notes.logged_at is None:
+        notes.logged_at = inputs.now
+    step.wake(notes.logged_at + LOG_S)
 
 
 def full_from(inputs: StepInputs, goal: GoalRecord | None, replicas: Iterable[ReplicaRecord]) -> float:
@@ -170,7 +172,7 @@ def _busy(
     return {
         each.tag: observed.busy[each.tag]
         for each in replicas
-        if each.tag in observed.busy and (each.state in _PASSING or is_outdated(backend, each))
+        if each.tag in observed.busy and (each.state in _TRANSIENT or is_outdated(backend, each))
     }
 
 
@@ -188,7 +190,7 @@ def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -
 
 
 def busy_text(
-    observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], *, step_s: float = TELL_S
+    observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], *, step_s: float = LOG_S
 ) -> str:
     """Describe the activity of the replica that has been busy longest; empty if that is not long."""
     busy = _busy(observed, backend, replicas)
@@ -196,7 +198,7 @@ def busy_text(
     return f"{short_tag(tag)} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
 
 
-def work_text(busy: Activity, step_s: float = TELL_S) -> str:
+def work_text(busy: Activity, step_s: float = LOG_S) -> str:
     """Describe the activity of a replica and its duration; empty if that is not long.
 
     The time is rounded down to a multiple of ``step_s``, because watchers get each change of a status.

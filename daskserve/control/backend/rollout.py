@@ -22,7 +22,7 @@ from daskserve.control.placement.placement import Demand, TentativeUsage, room_f
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
 #: States that end without a further decision: a replica is starting, or is about to free its resources.
-PASSING_STATES = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
+TRANSIENT_STATES = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def drainable(
     further, or if the complete rollout would not fit. If enough new replicas already run, the rest of the old
     ones may stop, even if the additional replicas that the load requires do not fit.
     """
-    if any(each.state in PASSING_STATES for each in replicas):
+    if any(each.state in TRANSIENT_STATES for each in replicas):
         return [], False
     running = [each for each in replicas if each.state is ReplicaState.RUNNING]
     old = [each for each in running if each.version != backend.version]

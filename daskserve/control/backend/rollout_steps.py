@@ -17,7 +17,7 @@ from daskserve.control.backend.progress import is_holding
 from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState
-from daskserve.control.records.two_versions import kept_tag, running_of, split_of, stable_of
+from daskserve.control.records.version_split import kept_tag, running_of, split_of, stable_of
 from daskserve.control.verbs.rollout_plan import Decision, decide, phase_began
 
 #: Interval at which the requests of both versions are compared.

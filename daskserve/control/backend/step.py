@@ -1,6 +1,6 @@
 """One backend: computes the next changes and actions from the target and the observed state. Pure.
 
-The loop calls `step` whenever something about a backend may have changed. It reads the present state, never
+The loop calls `step` whenever something about a backend may have changed. It reads the current state, never
 events, so it can run at any time and any number of times. In a new controller without observations, it
 returns the actions that observe the cluster. `step` does not change its arguments. It returns its memory as
 `Notes`, which apply once the change is in the store.
@@ -21,8 +21,8 @@ from daskserve.control.backend.deaths import keep_deaths
 from daskserve.control.backend.inputs import Step, StepInputs, grace_of, replica_tag, unplaced
 from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
-from daskserve.control.backend.rest import is_at_rest
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
+from daskserve.control.backend.steady_state import is_steady
 from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.observed.observed import DeadReplica, Notes
 from daskserve.control.placement import rebalancing as spreading
@@ -211,7 +211,7 @@ class _Stepper:
         inputs, notes, replicas = self.inputs, self.notes, self.replicas
         if goal.goal_id != before:
             # A new goal starts immediately, even if the previous one failed often or found no room.
-            notes.failures, notes.retry_at, notes.unloadable, notes.told_at = 0, None, None, inputs.now
+            notes.failures, notes.retry_at, notes.unloadable, notes.logged_at = 0, None, None, inputs.now
             notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
         if not progress.is_overdue(inputs, self.step, goal, self.backend, replicas):
             return
@@ -366,7 +366,7 @@ class _Stepper:
         goal = self.goal
         if goal is None or self.backend.is_deleting:
             self.notes.deadlines.clear()
-            self.notes.goal = self.notes.full_from = self.notes.told_at = None
+            self.notes.goal = self.notes.full_from = self.notes.logged_at = None
             self.notes.most = None, 0
         else:
             progress.note(self.inputs, self.step, goal, self.backend, self.replicas)
@@ -404,7 +404,7 @@ class _Stepper:
         unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
         # The watch checks running replicas that have not been observed yet; they are never created again.
         barred = {tag for tag in self.replicas if tag not in observed.ready or tag in unread}
-        told = next_to_reconfigure(self.backend, self.replicas.values(), barred=barred)
+        updated = next_to_reconfigure(self.backend, self.replicas.values(), barred=barred)
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.SHOULD_STOP:
                 stopping = move(replica, ReplicaEvent.STOP_SENT)
@@ -419,7 +419,7 @@ class _Stepper:
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
             elif replica.tag in barred:
                 continue
-            elif replica.tag in told:
+            elif replica.tag in updated:
                 self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
             elif not is_outdated(self.backend, replica) and has_wrong_rank_info(
                 self.backend, replica, observed
@@ -483,8 +483,8 @@ def _run(
 
 def step(inputs: StepInputs, backend: BackendRecord) -> Step:
     """Return the next change and actions for one backend."""
-    if is_at_rest(inputs, backend, inputs.state.replicas_of(backend.tag)):
-        return Step(notes=inputs.observed.notes_of(backend.tag).at_rest(), incarnation=inputs.incarnation)
+    if is_steady(inputs, backend, inputs.state.replicas_of(backend.tag)):
+        return Step(notes=inputs.observed.notes_of(backend.tag).steady(), incarnation=inputs.incarnation)
     return full_step(inputs, backend)
 
 

@@ -29,7 +29,7 @@ class ChangingVerbs(DecidingVerbs):
 
     async def _commit_outcome(self, outcome: Outcome, tag: str) -> dict[str, Any]:
         await self._core.writer.commit(outcome.change)
-        self._core.loop.poke([tag])
+        self._core.loop.enqueue([tag])
         return {"goal": outcome.goal}
 
     # Verbs: backends
@@ -85,7 +85,7 @@ class ChangingVerbs(DecidingVerbs):
                 self._core.state, name, number, self._core.clock.wall(), application=application, by=by
             )
             await self._core.writer.commit(change)
-        self._core.loop.poke([each.tag for each in change.values() if isinstance(each, BackendRecord)])
+        self._core.loop.enqueue([each.tag for each in change.values() if isinstance(each, BackendRecord)])
         return number
 
     @verb
@@ -129,7 +129,7 @@ class ChangingVerbs(DecidingVerbs):
                 )
             )
             await self._core.writer.commit(change)
-        self._core.loop.poke([wanted.tag])
+        self._core.loop.enqueue([wanted.tag])
         return {
             "goal": outcome.goal,
             "updating": outcome.is_update,
@@ -166,7 +166,7 @@ class ChangingVerbs(DecidingVerbs):
                 unloadable=self._core.observed.unloadable.keys(),
             )
             await self._core.writer.commit(deployed.change)
-        self._core.loop.poke(deployed.tags)
+        self._core.loop.enqueue(deployed.tags)
         is_waiting = any(goal is not None for goal in deployed.goals.values())
         return {
             "goals": deployed.goals,
@@ -198,7 +198,7 @@ class ChangingVerbs(DecidingVerbs):
                 missing_ok=missing_ok,
             )
             await self._core.writer.commit(outcome.change)
-        self._core.loop.poke(self._core.state.apps.members(name))
+        self._core.loop.enqueue(self._core.state.apps.members(name))
         return {"goal": outcome.goal, "snapshot": await self._core.barrier()}
 
     @verb
@@ -211,7 +211,7 @@ class ChangingVerbs(DecidingVerbs):
         async with self._deciding():
             change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
             await self._core.writer.commit(change)
-        self._core.loop.poke()
+        self._core.loop.enqueue()
         return {"snapshot": await self._core.barrier()}
 
     @verb
@@ -270,7 +270,7 @@ class ChangingVerbs(DecidingVerbs):
         """Set the target capacity; return when routers have applied it, before replicas start or stop."""
         wall = self._core.clock.wall()
         found = await self._change(by, target_capacity.set_target_capacity, percent, wall)
-        self._core.loop.poke()
+        self._core.loop.enqueue()
         return found
 
     @verb

@@ -28,7 +28,7 @@ class DecidingVerbs:
         controller is the newest one.
         """
         store = self._core.cluster.store
-        if store.hold is StoreOwnership.TAKEN:
+        if store.ownership is StoreOwnership.TAKEN:
             raise StoreTakenError(store.problems()["store"])
         try:
             async with self._core.writer:

@@ -9,8 +9,8 @@ from typing import Any
 from daskserve.cluster.protocols.base import verb
 from daskserve.common import settings
 from daskserve.common.formatting import capitalized
-from daskserve.config_file.hiding import shown
 from daskserve.config_file.limits import excess
+from daskserve.config_file.masking import shown
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying
@@ -95,8 +95,8 @@ class DeclaringVerbs(DecidingVerbs):
             logging = set_logging(self._core.state, values, self._core.start_message.start_id)
             await self._core.writer.commit(logging)
         if logging:
-            self._core.loop.tell_replicas()
-        self._core.loop.poke(applied.tags or None)
+            self._core.loop.reconfigure_replicas()
+        self._core.loop.enqueue(applied.tags or None)
         return {"version": applied.number, "deleted": applied.deleted}
 
     @verb
@@ -171,7 +171,7 @@ class DeclaringVerbs(DecidingVerbs):
                 by=by,
             )
             await self._core.writer.commit(outcome.change)
-        self._core.loop.poke(self._core.state.apps.members(application))
+        self._core.loop.enqueue(self._core.state.apps.members(application))
         return {"goal": outcome.goal}
 
     @verb
@@ -191,6 +191,8 @@ class DeclaringVerbs(DecidingVerbs):
     ) -> dict[str, Any]:
         """Wait until the applications of a declaration run or have failed, for at most 30 s.
 
+        Then all proxies that answer send requests to the new replicas.
+
         Parameters
         ----------
         version : int
@@ -204,7 +206,9 @@ class DeclaringVerbs(DecidingVerbs):
             ended = core.goal_ended
             found = views.progress(core.state, core.observed, version, names, core.building.waiting)
             left_s = deadline - core.clock.now()
-            if found["is_done"] or left_s <= 0:
+            if found["is_done"]:
+                return {**found, "snapshot": await core.barrier()}
+            if left_s <= 0:
                 return found
             try:
                 await core.clock.wait_for(ended.wait(), left_s)

@@ -80,7 +80,7 @@ class DrainingVerbs:
             return True
         except (ServeError, OSError, TimeoutError) as error:
             logger.warning("The store did not answer before the end of the instance: %s", error)
-        return core.cluster.store.hold is StoreOwnership.TAKEN
+        return core.cluster.store.ownership is StoreOwnership.TAKEN
 
     async def _drain(self) -> None:
         """Stop the proxies, which complete their requests, then the replicas, callers first."""
@@ -89,7 +89,7 @@ class DrainingVerbs:
         await core.loop.close_proxies(departure.grace_s(core.state))
         async with core.writer:
             await core.writer.commit(departure.leaving(core.state))
-        core.loop.poke()
+        core.loop.enqueue()
         core.resume()
         while core.state.replicas:
             await core.clock.sleep(POLL_S)

@@ -57,7 +57,7 @@ class HistoryVerbs(DecidingVerbs):
                 unloadable=self._core.observed.unloadable.keys(),
             )
             await self._core.writer.commit(decided.change)
-        self._core.loop.poke(self._core.state.apps.members(app))
+        self._core.loop.enqueue(self._core.state.apps.members(app))
         goal: GoalId | None = decided.goal
         return {
             "goal": goal,

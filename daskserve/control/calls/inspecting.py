@@ -74,8 +74,8 @@ class InspectingVerbs:
         if len(found) == 1:
             return found[0]
         instance = self._core.cluster.instance
-        told = await asyncio.gather(*map(self._actors_on, {each.worker or "" for each in found}))
-        by_name = {actor["name"]: actor for actors in told for actor in actors}
+        listed = await asyncio.gather(*map(self._actors_on, {each.worker or "" for each in found}))
+        by_name = {actor["name"]: actor for actors in listed for actor in actors}
         names = {each.tag: each.address(instance).name for each in found}
         return busiest(found, {tag: by_name[each] for tag, each in names.items() if each in by_name})
 

@@ -35,18 +35,18 @@ class LiveVerbs:
             How long to wait, at most 30 s, until each replica and proxy is measured.
         """
         core, clock = self._core, self._core.clock
-        self._look()
+        self._watch()
         deadline = clock.now() + min(wait_s, MAX_WAIT_S)
         oldest = clock.now() - KEPT_S
         while clock.now() < deadline and not is_measured(core.state, core.observed, clock.now()):
             await clock.sleep(POLL_S)
-            self._look()
+            self._watch()
             oldest = clock.now()
         if self._made_at <= oldest:
             self._made = live_metrics(core.state, core.observed, clock.now(), clock.wall())
             self._made_at = clock.now()
         return self._made
 
-    def _look(self) -> None:
-        self._core.observed.live.look(self._core.clock.now())
-        self._core.news.notify({LIVE_METRICS: True})  # `WorkerWatch` removes the value later
+    def _watch(self) -> None:
+        self._core.observed.live.check(self._core.clock.now())
+        self._core.long_poll.notify({LIVE_METRICS: True})  # `WorkerWatch` removes the value later

@@ -48,7 +48,7 @@ class LogVerbs(DecidingVerbs):
         async with self._deciding():
             change = set_logging(core.state, {"logging_config": checked}, core.start_message.start_id)
             await core.writer.commit(change, causes={WHOLE: by})
-        core.loop.tell_replicas()
+        core.loop.reconfigure_replicas()
         return {"snapshot": await core.barrier()}
 
     @verb

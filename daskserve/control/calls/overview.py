@@ -46,12 +46,12 @@ class OverviewVerbs:
         while True:
             changed = self._core.writer.changed
             if clock.now() >= self._due:
-                await self._look()
-            has_looked = bool(self._parts.names())
-            number = self._parts.number if has_looked else after
-            is_all, parts = self._parts.since(after) if has_looked else (False, {})
+                await self._refresh()
+            is_built = bool(self._parts.names())
+            number = self._parts.number if is_built else after
+            is_all, parts = self._parts.since(after) if is_built else (False, {})
             events = self._events(events_after)
-            if parts or (events["events"] and has_looked) or clock.now() >= deadline:
+            if parts or (events["events"] and is_built) or clock.now() >= deadline:
                 return {"number": number, "is_all": is_all, "parts": parts, **events}
             # Updates of a large instance are rarer, but no answer is later than its deadline.
             await clock.sleep(max(0.0, min(self._due, deadline) - clock.now()))
@@ -63,7 +63,7 @@ class OverviewVerbs:
     def _events(self, after: int | None) -> dict[str, Any]:
         return events_after(self._core.state, after, wall=self._core.clock.wall())
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         core = self._core
         self._due = core.clock.now() + PAUSE_S
         refused = await core.cluster.refused_workers()
@@ -71,7 +71,7 @@ class OverviewVerbs:
         instance = {
             "instance": core.cluster.instance,
             "epoch": core.epoch,
-            "owns_store": core.cluster.store.hold.is_ours,
+            "owns_store": core.cluster.store.ownership.is_ours,
             "http_urls": views.http_urls(core.state, core.observed),
             "actors": views.system_actors(core.state, core.observed, core.cluster.instance, core.process),
             "workers": len(core.observed.workers),

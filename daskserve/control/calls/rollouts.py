@@ -36,7 +36,7 @@ class RolloutVerbs(DecidingVerbs):
         async with self._deciding():
             backend = named_deployment(self._core.state, name, application)
             await self._core.writer.commit(decide(backend, self._core.clock.wall()))
-        self._core.loop.poke([backend.tag, *self._core.state.apps.members(backend.application)])
+        self._core.loop.enqueue([backend.tag, *self._core.state.apps.members(backend.application)])
         return {**self._status(name, application, model), "snapshot": await self._core.barrier()}
 
     def _of_model(self, verb: str, model: str, **options: Any) -> Callable[[BackendRecord, float], Change]:

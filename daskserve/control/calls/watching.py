@@ -19,7 +19,7 @@ _LEEWAY_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Snapshot:
     """The status at one time, its id, and the number of changes written until then."""
 
     at: float
@@ -39,36 +39,36 @@ class WatchedStatus:
         self._clock = clock
         self._build = build
         self._building = asyncio.Lock()
-        self._last: _Look | None = None
+        self._last: _Snapshot | None = None
 
     async def next(self, writer: Writer, seen: str, deadline: float) -> dict[str, Any]:
         """Return the status once its id is not ``seen``; without it after the deadline."""
         clock = self._clock
         while True:
-            changed, look = writer.changed, await self._look(writer, seen)
-            if look.seen != seen:
-                return {"seen": look.seen, "status": look.status}
+            changed, snapshot = writer.changed, await self._current(writer, seen)
+            if snapshot.seen != seen:
+                return {"seen": snapshot.seen, "status": snapshot.status}
             if clock.now() >= deadline:
                 return {"seen": seen, "status": None}
             # Combine changes in quick succession.
-            await clock.sleep(max(0.0, min(look.at + STATUS_PAUSE_S, deadline) - clock.now()))
-            until = min(look.at + STATUS_PERIOD_S, deadline)
+            await clock.sleep(max(0.0, min(snapshot.at + STATUS_PAUSE_S, deadline) - clock.now()))
+            until = min(snapshot.at + STATUS_PERIOD_S, deadline)
             try:
                 await clock.wait_for(changed.wait(), max(0.0, until - clock.now()))
             except TimeoutError:
                 pass
 
-    async def _look(self, writer: Writer, seen: str) -> _Look:
+    async def _current(self, writer: Writer, seen: str) -> _Snapshot:
         async with self._building:
             last = self._last
             if last is None or not self._is_good(last, writer, seen):
                 changes, at, status = writer.changes, self._clock.now(), await self._build()
                 text = json.dumps(status, sort_keys=True, default=str)
                 digest = blake2b(text.encode(), digest_size=8).hexdigest()
-                last = self._last = _Look(at, changes, digest, status)
+                last = self._last = _Snapshot(at, changes, digest, status)
             return last
 
-    def _is_good(self, last: _Look, writer: Writer, seen: str) -> bool:
+    def _is_good(self, last: _Snapshot, writer: Writer, seen: str) -> bool:
         """Return whether a status is new enough; a watcher without a status needs the current one."""
         age_s = self._clock.now() - last.at + _LEEWAY_S
         if seen and age_s < STATUS_PAUSE_S:

@@ -173,7 +173,7 @@ class Building:
         The lock and the path of changes.
     next_worker
         Returns the worker of the next replica, or None.
-    poke
+    enqueue
         Wakes the reconcile loop for some backends.
     """
 
@@ -188,7 +188,7 @@ class Building:
         *,
         epoch: int,
         next_worker: Callable[[], WorkerAddress | None],
-        poke: Callable[[Collection[str]], None],
+        enqueue: Callable[[Collection[str]], None],
     ) -> None:
         self.builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
         self._state = state
@@ -196,7 +196,7 @@ class Building:
         self._clock = clock
         self._rng = rng
         self._writer = writer
-        self._poke = poke
+        self._enqueue = enqueue
         self._wake = asyncio.Event()
         self._tasks = TaskSet(logger)
         #: The applications that are being built, or are built and wait for a route.
@@ -343,7 +343,7 @@ class Building:
             else:
                 self._ready.pop(name, None)
                 self._busy.discard(name)
-        self._poke(outcome.tags)
+        self._enqueue(outcome.tags)
 
     async def _deploy_ready(self) -> None:
         """Deploy the applications that no longer have to wait for their route."""

@@ -23,7 +23,7 @@ RESTARTS, RECONFIGURED, SCALED, AT_ONCE, GOES = "restarts", "reconfigured", "sca
 _STRENGTH = (NEW, GOES, RESTARTS, RECONFIGURED, SCALED, AT_ONCE, UNCHANGED)
 _WORDS: Mapping[Effect, str] = {
     Effect.REPLACES: RESTARTS,
-    Effect.TOLD: RECONFIGURED,
+    Effect.RECONFIGURES: RECONFIGURED,
     Effect.AT_ONCE: AT_ONCE,
 }
 #: The options that change the number of replicas.

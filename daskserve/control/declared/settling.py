@@ -113,7 +113,7 @@ def _owner(state: State, spec: ApplicationSpec) -> str | None:
 
 
 def _failed(state: State, record: ConfigRecord, error: str) -> Change:
-    """Return the change for an application that cannot be built; its present version keeps serving."""
+    """Return the change for an application that cannot be built; its current version keeps serving."""
     app = state.apps.get(record.name) or AppRecord(record.name, None, {}, is_declared=True)
     failed = replace(record, settled=record.generation, error=error, goal="")
     change: Change = {failed.key: failed}

@@ -57,7 +57,7 @@ class LiveMetrics:
 
     # recording
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Record that a client has called."""
         self._looked_at = now
 

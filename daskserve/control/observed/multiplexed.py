@@ -18,7 +18,7 @@ class MultiplexedModels(PublishedReports):
     def __init__(self) -> None:
         super().__init__("models", _for_routers)
         #: Queries replicas at once, and often while they load models.
-        self.look: Callable[[Iterable[ReplicaTag]], object] = bool
+        self.on_loading: Callable[[Iterable[ReplicaTag]], object] = bool
 
     def is_loading(self, tag: ReplicaTag) -> bool:
         """Return whether a replica is loading models."""

@@ -31,10 +31,10 @@ from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.multiplexed import MultiplexedModels
 from daskserve.control.observed.reports import PublishedReports
 from daskserve.control.observed.rollout_counts import RolloutCounts
-from daskserve.control.observed.router_troubles import RouterTroubles
+from daskserve.control.observed.router_errors import RouterErrors
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
-from daskserve.control.records.two_versions import kept_tag
+from daskserve.control.records.version_split import kept_tag
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.payload.error_text import summary_of
 
@@ -124,7 +124,7 @@ class Notes:
         Since when replicas have waited for room, and nothing indicates that room becomes free.
     most : tuple of str and int
         The pending goal, and the largest number of replicas that have run its version at once.
-    told_at : float or None
+    logged_at : float or None
         When it was last logged what the change waits for.
     unloadable : str or None
         Why the last replica could not load its code; None after a replica has loaded it.
@@ -138,7 +138,7 @@ class Notes:
         The replica that was to move to a better worker, but stays. This field and ``deadlines``,
         ``configured`` and ``reconfigure_failed`` are valid for one step only.
     rollout : tuple
-        The present phase of the rollout, and when it began.
+        The current phase of the rollout, and when it began.
     deadlines : dict
         Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict
@@ -151,7 +151,7 @@ class Notes:
     full_since: float | None = None
     full_from: float | None = None
     most: tuple[GoalId | None, int] = (None, 0)
-    told_at: float | None = None
+    logged_at: float | None = None
     unloadable: str | None = None
     goal: GoalId | None = None
     drained_at_once: int = 1
@@ -166,9 +166,9 @@ class Notes:
         """Return a copy without the fields that are valid for only one step."""
         return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
-    def at_rest(self) -> Notes:
+    def steady(self) -> Notes:
         """Return the notes to keep after a change has ended: only those about dead replicas."""
-        return Notes(dead=self.dead) if self.is_at_rest and not self.are_new else self
+        return Notes(dead=self.dead) if self.is_steady and not self.are_new else self
 
     @property
     def are_new(self) -> bool:
@@ -178,7 +178,7 @@ class Notes:
         return found
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether all fields that matter without a change have their initial values."""
         values, of_new = _values_of_notes(_LEFT_OVER)
         found: bool = values(self) == of_new
@@ -190,7 +190,7 @@ class Notes:
 
 
 #: The fields that do not matter without a change.
-_LEFT_OVER = frozenset({"dead", "goal", "told_at", "full_from", "most"})
+_LEFT_OVER = frozenset({"dead", "goal", "logged_at", "full_from", "most"})
 
 
 @cache
@@ -263,7 +263,7 @@ class Observed:
     #: The rates over the last second, while a client reads them.
     live: LiveMetrics = field(default_factory=LiveMetrics)
     #: The faults of the users' request routers.
-    router_troubles: RouterTroubles = field(default_factory=RouterTroubles)
+    router_errors: RouterErrors = field(default_factory=RouterErrors)
     #: The routers' counts of both versions of each rollout.
     rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
@@ -463,7 +463,7 @@ class Observed:
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
         self.model_problems.pop(tag, None)
-        self.router_troubles.forget(tag)
+        self.router_errors.forget(tag)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record was removed."""

@@ -1,4 +1,4 @@
-"""The requests of both versions in the present step of each rollout, as reported by routers. Pure.
+"""The requests of both versions in the current step of each rollout, as reported by routers. Pure.
 
 Each router starts counting when it learns of a step, and reports its totals once a second. A report that
 arrives twice therefore counts once, and a new controller has all counts within a second.
@@ -90,7 +90,7 @@ class RolloutCounts:
             answers.routers[router] = Shadowed(int(compared), int(different), kept, int(failed), str(trouble))
 
     def _of(self, tag: BackendTag, key: str) -> _Step:
-        """Return the counts of a step. A router may still report an earlier step than the present one."""
+        """Return the counts of a step. A router may still report an earlier step than the current one."""
         steps = self._steps.setdefault(tag, {})
         if key not in steps and len(steps) >= KEPT_STEPS:
             del steps[next(iter(steps))]

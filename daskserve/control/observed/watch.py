@@ -58,7 +58,7 @@ class WorkerWatch:
         state: State,
         observed: Observed,
         *,
-        poke: Callable[[Iterable[str] | None], None],
+        enqueue: Callable[[Iterable[str] | None], None],
         announce: Callable[[], None],
         confirm_reign: Callable[[], Awaitable[None]],
         epoch: int,
@@ -67,7 +67,7 @@ class WorkerWatch:
         self._clock = clock
         self._state = state
         self._observed = observed
-        self._poke = poke
+        self._enqueue = enqueue
         #: Publishes unresponsive workers, reports of replicas, and whether a client reads live metrics.
         self._announce = announce
         #: Raises an error if a newer controller has taken over.
@@ -80,7 +80,7 @@ class WorkerWatch:
         #: The workers that are queried every ``FOLLOW_S`` seconds.
         self._followed: set[WorkerAddress] = set()
         self._tasks = TaskSet(logger)
-        observed.multiplexed.look = self.follow
+        observed.multiplexed.on_loading = self.follow
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -92,7 +92,7 @@ class WorkerWatch:
                 swept_at = began
                 workers |= set(self._observed.workers)
             for worker in sorted(workers & self._observed.workers.keys()):
-                self._tasks.spawn(self._look(worker), "watch")
+                self._tasks.spawn(self._check(worker), "watch")
             self._forget_workers()
             if self._observed.live.end(began):
                 self._announce()
@@ -108,7 +108,7 @@ class WorkerWatch:
     async def _follow(self, worker: WorkerAddress) -> None:
         try:
             for count in range(FOLLOWED):
-                await self._look(worker)
+                await self._check(worker)
                 tags = [each.tag for each in self._state.replicas_on(worker)]
                 if count > 1 and not any(map(self._observed.multiplexed.is_loading, tags)):
                     return
@@ -121,7 +121,7 @@ class WorkerWatch:
         """Cancel the queries in progress."""
         await self._tasks.close(timeout_s=2)
 
-    async def _look(self, worker: WorkerAddress) -> None:
+    async def _check(self, worker: WorkerAddress) -> None:
         if worker in self._asking:
             return
         self._asking.add(worker)
@@ -160,7 +160,7 @@ class WorkerWatch:
         self._announce()
         if self._state.proxies.on(worker):
             self._tasks.spawn(self._restart(worker), "watch")
-        self._poke(None)
+        self._enqueue(None)
 
     async def _restart(self, worker: WorkerAddress) -> None:
         while worker in self._observed.unresponsive:
@@ -181,7 +181,7 @@ class WorkerWatch:
             logger.info("Worker %s answers again", worker)
             self._observed.unresponsive.discard(worker)
             self._announce()
-            self._poke(None)
+            self._enqueue(None)
         broken = next((each["broken_routes"] for each in actors if "broken_routes" in each), None)
         if broken is None:
             self._observed.broken_routes.pop(worker, None)
@@ -210,7 +210,7 @@ class WorkerWatch:
             logger.warning("Replica %s is unhealthy: %s", short_tag(replica.tag), actor["detail"])
             self._observed.unhealthy[replica.tag] = actor["detail"]
             self._observed.last_lines[replica.tag] = tuple(actor.get(LAST_LINES, ()))
-            self._poke([replica.backend])
+            self._enqueue([replica.backend])
         self._miss_proxies(worker, there)
         self._end_orphans(worker, actors)
 
@@ -224,10 +224,10 @@ class WorkerWatch:
             rank_info = as_rank_info(actor["rank_info"])
             if self._observed.rank_infos.get(replica.tag) != rank_info:
                 self._observed.rank_infos[replica.tag] = rank_info
-                self._poke([replica.backend])
+                self._enqueue([replica.backend])
         if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
             self._observed.terminating.add(replica.tag)
-            self._poke([replica.backend])
+            self._enqueue([replica.backend])
         if "models" in actor:
             record = self._state.models.get(replica.backend)
             self._observed.learn_models(replica, actor["models"], rollouts_of(record) if record else ())
@@ -248,13 +248,13 @@ class WorkerWatch:
         if actor is not None and actor["is_ready"]:
             if replica.tag not in self._observed.ready:
                 self._observed.ready[replica.tag] = {"pid": actor["pid"]}
-                self._poke([replica.backend])
+                self._enqueue([replica.backend])
         elif replica.tag not in self._observed.failed:
             name = short_tag(replica.tag)
             logger.warning("Replica %s vanished from %s", name, replica.worker)
             error = ActorLostError(f"Replica {name} vanished from {replica.worker}.")
             self._observed.failed[replica.tag] = error
-            self._poke([replica.backend])
+            self._enqueue([replica.backend])
 
     def _miss_proxies(
         self, worker: WorkerAddress, there: Mapping[tuple[str, int], Mapping[str, Any]]
@@ -269,7 +269,7 @@ class WorkerWatch:
             if is_known and actor is None:
                 logger.warning("Proxy %s vanished from %s", proxy.tag, worker)
                 del self._observed.proxies_ready[proxy.name]
-                self._poke(None)
+                self._enqueue(None)
 
     def _end_orphans(self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]]) -> None:
         instance = self._cluster.instance

@@ -6,7 +6,7 @@ available and allowed, and must have room. It must not be one of the ``system_wo
 controller and the proxies, and its host must have fewer replicas than ``max_replicas_per_node``. Among these,
 the worker with the fewest replicas of the same backend wins, then the one whose host has the fewest. Next
 comes a worker without the controller and proxies, as long as it has fewer replicas than threads, and then the
-one with the fewest replicas, where a proxy or the controller counts as `COMPANY` replicas. With
+one with the fewest replicas, where a proxy or the controller counts as `SYSTEM_ACTOR_WEIGHT` replicas. With
 ``placement="PACK"``, the most replicas win in each case, and a proxy or the controller is avoided first. Ties
 are resolved by address, so the result is repeatable.
 
@@ -43,7 +43,7 @@ from daskserve.control.records.state import State
 from daskserve.options.placement import Strategy
 
 #: Number of replicas that the controller or a proxy counts as.
-COMPANY = 2
+SYSTEM_ACTOR_WEIGHT = 2
 #: The workers that replicas spread over, in order: those that have fewer replicas than threads, then such
 #: workers with the controller or a proxy, then all others.
 FREE, AVOIDED, FULL = range(3)
@@ -210,7 +210,7 @@ def crowding(threads: int, bundles: int, *, is_avoided: bool) -> tuple[int, int]
     """
     # If only busy workers are left, all of them share the load.
     tier = FULL if bundles >= threads else AVOIDED if is_avoided else FREE
-    return tier, bundles + COMPANY * is_avoided
+    return tier, bundles + SYSTEM_ACTOR_WEIGHT * is_avoided
 
 
 def place(

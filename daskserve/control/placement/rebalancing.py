@@ -66,7 +66,7 @@ class Rebalancer:
             wait_s = backend.config.rebalance_after_s
             if (
                 wait_s is not None
-                and _is_at_rest(state, observed, backend)
+                and _is_steady(state, observed, backend)
                 and worker_loads.may_be_better(tag)
             ):
                 comparisons += 1
@@ -111,7 +111,7 @@ def leaving(
     return {moving}, None
 
 
-def _is_at_rest(state: State, observed: Observed, backend: BackendRecord) -> bool:
+def _is_steady(state: State, observed: Observed, backend: BackendRecord) -> bool:
     """Return whether a backend spreads its replicas and has nothing else to do."""
     app = state.apps.of(backend)
     if backend.goal or backend.is_deleting or (app is not None and app.goal):

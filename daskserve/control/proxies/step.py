@@ -275,7 +275,7 @@ class _ProxyPlacement:
             self._result.change[proxy.key] = None
 
     def place(self, current: ProxyRecord | None, name: str, candidates: Sequence[WorkerInfo]) -> ProxyRecord:
-        """Return the record of a wanted proxy, on its present worker or on the best one for it."""
+        """Return the record of a wanted proxy, on its current worker or on the best one for it."""
         at = candidates[0] if current is None else self._worker_for(current, candidates)
         if current is not None and (at is None or at.address == current.worker):
             host_port = self._rules.port or self._ports.get(current.host, 0)

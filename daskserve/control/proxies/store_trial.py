@@ -16,7 +16,7 @@ from daskserve.common.clock import Clock
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.take_over import all_run, listens
 from daskserve.control.records.state import State
-from daskserve.control.records.storing.checkpoint import PASSING
+from daskserve.control.records.storing.checkpoint import TRANSIENT
 from daskserve.errors import ServeError, StaleEpochError, StoreTakenError
 from daskserve.loops.tasks import TaskSet
 
@@ -81,7 +81,11 @@ class StoreTrial:
     @property
     def is_over(self) -> bool:
         """Whether the instance owns the store."""
-        return self._store.hold not in (StoreOwnership.TRIAL, StoreOwnership.CLAIMED, StoreOwnership.REFUSED)
+        return self._store.ownership not in (
+            StoreOwnership.TRIAL,
+            StoreOwnership.CLAIMED,
+            StoreOwnership.REFUSED,
+        )
 
     @property
     def waits_for(self) -> str:
@@ -123,7 +127,7 @@ class StoreTrial:
 
     async def _attempt(self, is_complete: bool) -> None:
         async with self._lock:
-            changed = await self._store.take_over(self._epoch, is_complete=is_complete, own=PASSING)
+            changed = await self._store.take_over(self._epoch, is_complete=is_complete, own=TRANSIENT)
             if changed is not None:
                 logger.info("The store is this instance's own")
                 await self._adopt(changed)

@@ -16,7 +16,7 @@ class RevisionState(enum.StrEnum):
 
     #: The revision's change is in progress.
     DEPLOYING = "DEPLOYING"
-    #: The revision is the present version.
+    #: The revision is the current version.
     RUNNING = "RUNNING"
     #: A later revision replaced it, perhaps before it was complete.
     SUPERSEDED = "SUPERSEDED"

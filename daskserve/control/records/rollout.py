@@ -19,7 +19,7 @@ from daskserve.errors import ServeError
 class RolloutPhase(enum.StrEnum):
     """The state of a rollout."""
 
-    #: The replicas of the present step start. The traffic is still that of the previous step.
+    #: The replicas of the current step start. The traffic is still that of the previous step.
     STARTING = "STARTING"
     #: The new version has the traffic of the step.
     SERVING = "SERVING"

@@ -269,26 +269,26 @@ def check_built_in(name: str, config: AutoscalingConfig | None) -> None:
 
 
 def configured_autoscaler(
-    tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None
+    tag: BackendTag, config: AutoscalingConfig, current: Autoscaler | None
 ) -> Autoscaler:
-    """Return an autoscaler with these options: the present one, which keeps its metrics, or a new one."""
+    """Return an autoscaler with these options: the current one, which keeps its metrics, or a new one."""
     if not is_built_in(config):
         importlib.invalidate_caches()  # so that a module installed since the last attempt is found
     policy = load_bytes(config.policy) if isinstance(config.policy, bytes) else None
-    if present is None:
+    if current is None:
         return Autoscaler(tag, config, policy=policy, latency_bounds_s=latency_buckets_s())
-    present.configure(config, policy=policy)
-    return present
+    current.configure(config, policy=policy)
+    return current
 
 
 def group_member_autoscaler(
-    tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None
+    tag: BackendTag, config: AutoscalingConfig, current: Autoscaler | None
 ) -> Autoscaler:
     """Return an autoscaler for metrics and bounds only; the policy is called for its whole group."""
-    if present is None:
+    if current is None:
         return Autoscaler(tag, config, policy=_only_in_group, latency_bounds_s=latency_buckets_s())
-    present.configure(config, policy=_only_in_group)
-    return present
+    current.configure(config, policy=_only_in_group)
+    return current
 
 
 def _only_in_group(context: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from daskserve.control.records.model_decisions import key_of, rollouts_of, share
 from daskserve.control.records.models import rollout_tag
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.two_versions import running_of, split_of
+from daskserve.control.records.version_split import running_of, split_of
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.prometheus import Fetch, PrometheusQueries
 from daskserve.options.rollout import Gate, RolloutConfig

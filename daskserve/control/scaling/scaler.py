@@ -80,7 +80,7 @@ class Scaler:
 
     Parameters
     ----------
-    poke
+    enqueue
         Makes the controller's loop reconcile some backends.
     tasks
         The queues of tasks that the instance keeps.
@@ -91,13 +91,13 @@ class Scaler:
         state: State,
         observed: Observed,
         clock: Clock,
-        poke: Callable[[Iterable[str]], None],
+        enqueue: Callable[[Iterable[str]], None],
         tasks: TaskQueues | None = None,
     ) -> None:
         self._state = state
         self._observed = observed
         self._clock = clock
-        self._poke = poke
+        self._enqueue = enqueue
         self._tasks = tasks
         self._entries: dict[BackendTag, _ScaledBackend] = {}
         self._wake = asyncio.Event()
@@ -193,11 +193,11 @@ class Scaler:
         self._record(snapshot, step)
 
     def _is_pending(self, backend: BackendRecord) -> bool:
-        """Whether the last decision has not been applied yet; if so, poke the loop again."""
+        """Whether the last decision has not been applied yet; if so, enqueue the loop again."""
         decided = self._observed.scalings.get(backend.tag)
         if decided is None or not decided.is_for(backend) or self._clock.now() - decided.at >= PENDING_S:
             return False
-        self._poke([backend.tag])
+        self._enqueue([backend.tag])
         return True
 
     def _member_of(self, tag: BackendTag) -> Member | None:
@@ -235,7 +235,7 @@ class Scaler:
         }
 
     async def _configure(self, backend: BackendRecord, entry: _ScaledBackend) -> None:
-        """Apply the present options of the backend."""
+        """Apply the current options of the backend."""
         if entry.options != backend.autoscaling:
             entry.options = backend.autoscaling
             config = entry.config = autoscaling_of(backend)
@@ -264,14 +264,14 @@ class Scaler:
 
     async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Create the entry's autoscaler, or take the result of loading its policy."""
-        present, entry.autoscaler = entry.autoscaler, None
+        current, entry.autoscaler = entry.autoscaler, None
         if not policy_calls.is_built_in(config):
             entry.autoscaler = await entry.loader.load(
-                policy_calls.configured_autoscaler, tag, config, present
+                policy_calls.configured_autoscaler, tag, config, current
             )
             return
         try:
-            entry.autoscaler = policy_calls.configured_autoscaler(tag, config, present)
+            entry.autoscaler = policy_calls.configured_autoscaler(tag, config, current)
             entry.loader.loaded()
         except Exception as error:
             # The policy does not exist in this version, or does not accept its arguments.
@@ -308,11 +308,11 @@ class Scaler:
 
     def _watch_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Start polling the broker's queue, if the policy is ``queue``."""
-        options, present = config.queue_options(), entry.backlog
-        if present is not None:
-            if present.options == options:
+        options, current = config.queue_options(), entry.backlog
+        if current is not None:
+            if current.options == options:
                 return
-            present.stop()
+            current.stop()
         entry.backlog = None
         if options is not None:
             fetch = self._http()
@@ -380,7 +380,7 @@ class Scaler:
                 step.replicas,
                 step.reason,
             )
-            self._poke([backend.tag])
+            self._enqueue([backend.tag])
 
 
 def _can_rest(snapshot: BackendSnapshot, step: ScalingStep) -> bool:

@@ -36,7 +36,7 @@ class BackendSnapshot:
     def of(
         cls, backend: BackendRecord, config: AutoscalingConfig | None, sample: Sample, running: int
     ) -> BackendSnapshot:
-        """Return a snapshot of a backend with its present bounds."""
+        """Return a snapshot of a backend with its current bounds."""
         bounds = None if config is None else bounds_of(backend, config)
         return cls(backend, config, sample, running, bounds)
 

@@ -193,7 +193,7 @@ def deployed(
     existing = state.backends.get(spec.tag)
     _check_version(spec, existing)
     _check_owner(state, spec.tag, application)
-    version = _told_apart(record, existing)
+    version = _distinct_version(record, existing)
     if existing is not None and unrestarted(existing.version) == version and not existing.is_deleting:
         version = existing.version
     code = replace(code, name=f"{spec.tag}@{version}")
@@ -260,7 +260,7 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
         )
 
 
-def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
+def _distinct_version(record: BackendRecord, existing: BackendRecord | None) -> str:
     """Return the version of a deployment, marked with its options that are fixed for the life of a replica.
 
     The mark shows which running replicas have different options and must be replaced, because a replica's

@@ -34,14 +34,16 @@ def differences(old: BackendRecord, new: BackendRecord) -> list[Difference]:
     if unmarked(old.version) != unmarked(new.version):
         versions = (old.user_version, new.user_version)
         found.append(Difference(CODE, Effect.REPLACES, None if versions == (None, None) else versions))
-    found += _of_options(ActorOptions, old.actor_options, new.actor_options, {Effect.TOLD: Effect.REPLACES})
+    found += _of_options(
+        ActorOptions, old.actor_options, new.actor_options, {Effect.RECONFIGURES: Effect.REPLACES}
+    )
     if old.env != new.env:
         found.append(Difference(ENV, Effect.REPLACES))  # not shown, because its values may be secrets
     if old.user_config != new.user_config:
         values = changed_values(old.user_config, new.user_config)
-        found += [Difference(_within(path), Effect.TOLD, (one, other)) for path, one, other in values]
+        found += [Difference(_within(path), Effect.RECONFIGURES, (one, other)) for path, one, other in values]
         # not shown, because they are not plain values
-        found += [] if values else [Difference(USER_CONFIG, Effect.TOLD)]
+        found += [] if values else [Difference(USER_CONFIG, Effect.RECONFIGURES)]
     found += _of_options(BackendConfig, old.config, new.config, _NO_EFFECTS)
     if old.needs != new.needs:
         found.append(Difference(CALLS, Effect.REPLACES))

@@ -34,7 +34,7 @@ TRANSITIONS = 3
 def evidence_of(
     counts: RolloutCounts, tag: BackendTag, name: str, rollout: RolloutState, share: float
 ) -> Evidence:
-    """Return the counts that replicas have reported of a model for the present step."""
+    """Return the counts that replicas have reported of a model for the current step."""
     return counts.evidence(rollout_tag(tag, name), key_of(rollout, share))
 
 

@@ -124,9 +124,9 @@ def decide(
     share : float
         The share that the new version has.
     is_ready : bool
-        Whether the replicas of the present step run.
+        Whether the replicas of the current step run.
     for_s : float
-        How long the present phase has lasted.
+        How long the current phase has lasted.
     wall : float
         Seconds since the epoch, for the record.
     """

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from daskserve.common.types import Location, ReplicaState, short_tag
-from daskserve.config_file.hiding import shown
+from daskserve.config_file.masking import shown
 from daskserve.control.observed.observed import DeadReplica, Observed
 from daskserve.control.records.records import AppRecord, BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State

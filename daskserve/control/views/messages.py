@@ -53,7 +53,7 @@ def message_of(
         where = " of one worker" if is_one else ""
         drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
         found.insert(0, f"{cause}: draining {drained} at a time{late}")
-    if text := observed.router_troubles.text_of(backend.tag, wall):
+    if text := observed.router_errors.text_of(backend.tag, wall):
         found.append(text)
     if text := loop_text(notes.dead, backend, wall, has_reason=notes.failures > 0):
         found.append(text)

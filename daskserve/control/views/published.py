@@ -9,7 +9,7 @@ from daskserve.control.backend import application as app_state
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.two_versions import running_of, split_of, stable_of
+from daskserve.control.records.version_split import running_of, split_of, stable_of
 from daskserve.options.rollout import percent_of
 
 

@@ -14,7 +14,7 @@ from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State
-from daskserve.control.records.two_versions import running_of, split_of
+from daskserve.control.records.version_split import running_of, split_of
 from daskserve.control.verbs.model_rollouts import evidence_of
 from daskserve.control.verbs.rollout_plan import findings, missing, planned_share
 from daskserve.errors import NotFoundError

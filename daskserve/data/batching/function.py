@@ -24,9 +24,9 @@ from daskserve.context import (
     get_multiplexed_model_id,
 )
 from daskserve.data.batching.checks import check_seconds, check_whole
+from daskserve.data.batching.early_start import EarlyStart
 from daskserve.data.batching.instances import BoundFunction, InstanceFunction, QueuesByLoop
 from daskserve.data.batching.limits import BatchLimits
-from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.queue import BatchQueue
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
@@ -150,11 +150,11 @@ class _BatchRunner:
         replica = current_replica.get()
         metrics = None if replica is None else replica.metrics
         counts = None if metrics is None else metrics.batches_of(self.function.__name__)
-        tuner = presence = None
+        tuner = early_start = None
         if self.latency_target_s is not None:
             tuner = BatchTuner(self.latency_target_s, limits, self.max_running)
         elif replica is not None and replica.slots is not None:
-            presence = Presence(replica.slots, f"{self.function.__qualname__} in {replica.display_name}")
+            early_start = EarlyStart(replica.slots, f"{self.function.__qualname__} in {replica.display_name}")
         queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
             limits if tuner is None else tuner.limits,
@@ -163,7 +163,7 @@ class _BatchRunner:
             on_batch=None if counts is None else counts.observe,
             on_end=None if counts is None else counts.ended,
             tuner=tuner,
-            presence=presence,
+            early_start=early_start,
         )
         if metrics is not None:
             metrics.watch_queue(queue.queued)
@@ -311,7 +311,7 @@ class BatchedFunction(InstanceFunction[_InstanceState], _Settings):
         if state.is_unchecked:
             state.is_unchecked = False
             self._runner.warn_if_unreachable(state.limits)
-        queue = state.queues_by_loop.present(self._runner.make_queue, state.limits)
+        queue = state.queues_by_loop.current(self._runner.make_queue, state.limits)
         item.span = span_of_item(self.__qualname__, waiting=queue.queued)
         return queue
 

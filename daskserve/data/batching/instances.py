@@ -25,7 +25,7 @@ class QueuesByLoop(Generic[QueueT]):
         #: Each queue, with a reference to an object that exists as long as its replica.
         self._queues: dict[tuple[asyncio.AbstractEventLoop, str], tuple[weakref.ref[Any], QueueT]] = {}
 
-    def present(self, make: Callable[..., QueueT], *args: Any) -> QueueT:
+    def current(self, make: Callable[..., QueueT], *args: Any) -> QueueT:
         """Return the queue for the running loop and the current replica; created by the first call."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()

@@ -19,7 +19,7 @@ class BatchLimits:
     #: A smaller size at which a batch also runs at once; 0 if only a full batch does.
     enough: int = 0
     #: Whether `wait_s` restarts when a batch ends, because its callers may send their next items.
-    waits_anew: bool = False
+    restarts_wait: bool = False
 
     def take(self, queued: int) -> tuple[int, bool]:
         """Return how many of the queued items make a batch, and whether it runs at once."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from daskserve.common.clock import LoopClock, stopwatch
+from daskserve.data.batching.early_start import EarlyStart
 from daskserve.data.batching.limits import BatchLimits
-from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.tuning import BatchTuner
 from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
@@ -102,7 +102,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         Called when a batch has ended, with the seconds that it ran.
     tuner : BatchTuner, optional
         Observes each batch, and changes the limits.
-    presence : Presence, optional
+    early_start : EarlyStart, optional
         Decides when a batch has no more callers to wait for; without it, each batch waits.
     """
 
@@ -116,7 +116,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         on_batch: Callable[[list[float], int], None] | None = None,
         on_end: Callable[[float], None] | None = None,
         tuner: BatchTuner | None = None,
-        presence: Presence | None = None,
+        early_start: EarlyStart | None = None,
     ) -> None:
         self._run = run
         self._limits = limits
@@ -125,7 +125,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._on_batch = on_batch
         self._on_end = on_end
         self._tuner = tuner
-        self._presence = presence
+        self._early_start = early_start
         self._ended_at = -math.inf
         self._key_queues: dict[Hashable, _KeyQueue[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
@@ -192,13 +192,13 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
         This is true of most entries, and `reconsider` takes longer than everything else in `add`.
         """
-        limits, presence = self._limits, self._presence
+        limits, early_start = self._limits, self._early_start
         return (
             self._alarm.is_set
             and len(key_queue.entries) < (limits.enough or limits.max_batch_size)
             and not limits.preferred
             and self._size_of is None
-            and (presence is None or not presence.has_all(self.queued()))
+            and (early_start is None or not early_start.has_all(self.queued()))
         )
 
     def remove(self, entry: BatchEntry[ItemT, ResultT]) -> None:
@@ -263,13 +263,13 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
     def _has_all(self) -> bool:
         """Return whether no batch runs, and no more calls are expected."""
-        presence = self._presence
-        return presence is not None and not self._tasks and presence.has_all(self.queued())
+        early_start = self._early_start
+        return early_start is not None and not self._tasks and early_start.has_all(self.queued())
 
     def _due_at(self, first: BatchEntry[ItemT, ResultT]) -> float:
         """Return when a batch with this first item runs, whatever its size."""
         limits = self._limits
-        began = max(first.added_at, self._ended_at) if limits.waits_anew else first.added_at
+        began = max(first.added_at, self._ended_at) if limits.restarts_wait else first.added_at
         return began + limits.wait_s
 
     def _count(self, key_queue: _KeyQueue[ItemT, ResultT]) -> tuple[int, bool]:
@@ -325,8 +325,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
             most = self._limits.max_batch_size if self._size_of is None else 0
             if self._on_batch is not None:
                 self._on_batch(waits_s, most)
-            if has_waited and self._presence is not None:
-                self._presence.waited(waits_s, self._limits.wait_s, most)
+            if has_waited and self._early_start is not None:
+                self._early_start.waited(waits_s, self._limits.wait_s, most)
             task = loop.create_task(self._run_batch(batch))
             self._tasks[task] = LoopClock().wall(), stopwatch(), batch
             task.add_done_callback(self._note_end)
@@ -384,8 +384,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
             if all(entry.result.done() for entry in batch):
                 logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)
-        if self._presence is not None:  # called before the callers get their results, as above
-            self._presence.ended(self.queued() + sum(len(each) for _, _, each in self._tasks.values()))
+        if self._early_start is not None:  # called before the callers get their results, as above
+            self._early_start.ended(self.queued() + sum(len(each) for _, _, each in self._tasks.values()))
         _settle(batch, results)
         del batch, results  # as in submit()
 

@@ -9,7 +9,7 @@ that needs large batches, small ones only let the queue grow.
 Wait: a batch that starts as soon as possible has the lowest latency. But if each caller sends its next item
 once it has an answer, a batch that waits for all callers has up to twice the throughput: without the wait,
 the callers form two groups that take turns. No model distinguishes these loads, so the wait is found by
-trial: a new wait replaces the present one only if it answers more items in time. A wait that fails its trial
+trial: a new wait replaces the current one only if it answers more items in time. A wait that fails its trial
 is tried less often, until the load changes.
 """
 
@@ -32,7 +32,7 @@ DECAY = 0.97
 #: A measuring period lasts until it has this many items, within these bounds in seconds.
 PERIOD_ITEMS = 100
 PERIOD_S, LONGEST_PERIOD_S = 0.3, 1.0
-#: The relative throughput, compared with the present wait, at which a longer or a shorter wait replaces it.
+#: The relative throughput, compared with the current wait, at which a longer or a shorter wait replaces it.
 BETTER, AS_GOOD = 1.03, 0.98
 #: Below this share of the best throughput, a wait is clearly worse, and its next trial is much later.
 CLEAR = 0.9
@@ -115,7 +115,7 @@ class BatchTuner:
     def __init__(self, target_s: float, bounds: BatchLimits, max_running: int = 1) -> None:
         #: The limits that the queue uses.
         self.limits = BatchLimits(1, 0.0)
-        self.limits.waits_anew = True
+        self.limits.restarts_wait = True
         self._target_s = target_s
         self._bounds = bounds
         self._max_running = max_running
@@ -215,8 +215,8 @@ class BatchTuner:
         limits, bounds = self.limits, self._bounds
         size = min(self._times.largest(SHARE * self._target_s), bounds.max_batch_size)
         limits.max_batch_size = max(1, int(size))
-        present = max(self._peak, self._peak_before) / self._max_running
-        limits.enough = min(limits.max_batch_size, max(1, math.ceil(present)))
+        current = max(self._peak, self._peak_before) / self._max_running
+        limits.enough = min(limits.max_batch_size, max(1, math.ceil(current)))
         # An item may arrive while a batch runs, and also waits for the end of that batch.
         slack_s = SHARE * self._target_s - 2 * self._times.predict(limits.enough)
         slack_s = max(slack_s, LEAST_SLACK * self._target_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
+from daskserve.cluster.protocols.base import ClusterConnection, CurrentTask
 from daskserve.errors import RequestCancelledError
 from daskserve.internals.ipython import in_cell
 from daskserve.loops.event_loop import running_loop
@@ -40,31 +40,31 @@ def wait_in_thread(
 
     ``cancel`` is called if Dask releases the task.
     """
-    task = connection.present_task()
+    task = connection.current_task()
     if task is None:
         return wait(timeout_s)
     brief_s = BRIEF_S if timeout_s is None else min(timeout_s, BRIEF_S)
     if wait(brief_s):
         return True
     stop = task.on_release(cancel)
-    task.leave()
+    task.secede()
     try:
         return wait(None if timeout_s is None else timeout_s - brief_s)
     finally:
         stop()
-        task.come_back()
+        task.rejoin()
 
 
-class TaskPlace:
+class TaskSlot:
     """The slot of a Dask task in its worker's thread pool, for a task that reads results one after another.
 
     Parameters
     ----------
     limit : int, optional
-        Maximum number of tasks of a worker that free their slot; see `PresentTask.leave`.
+        Maximum number of tasks of a worker that free their slot; see `CurrentTask.secede`.
     """
 
-    def __init__(self, task: PresentTask, limit: Callable[[], int | None]) -> None:
+    def __init__(self, task: CurrentTask, limit: Callable[[], int | None]) -> None:
         self._task = task
         self._limit = limit
         self._has_left = False
@@ -86,7 +86,7 @@ class TaskPlace:
         if self._has_left:
             wait(timeout_s)
         elif not wait(BRIEF_S if timeout_s is None else min(timeout_s, BRIEF_S)):
-            self._has_left = self._task.leave(self._limit())
+            self._has_left = self._task.secede(self._limit())
             longest_s = None if self._has_left else ASK_S
             wait(longest_s if timeout_s is None else min(timeout_s, longest_s or timeout_s))
 
@@ -97,4 +97,4 @@ class TaskPlace:
             self._stop = None
         if self._has_left:
             self._has_left = False
-            self._task.come_back()
+            self._task.rejoin()

@@ -26,7 +26,7 @@ from daskserve.common.formatting import shown
 from daskserve.context import RequestContext, requests_here
 from daskserve.data.multiplexing.cache import LOADED, LOADING, QUEUED, CachedModel, ModelCache
 from daskserve.data.multiplexing.ids import check_model_id, short_id
-from daskserve.data.multiplexing.loads import Again, Load, start_load
+from daskserve.data.multiplexing.loads import Load, LoadEndedError, start_load
 from daskserve.data.multiplexing.sizes import size_of_model
 from daskserve.data.multiplexing.unloading import unload
 from daskserve.errors import ClosedError, ModelCapacityError, RequestTimeoutError
@@ -140,7 +140,7 @@ class ModelLoader:
                 with self._lock:
                     self._hold(entry, requests)
                 return model
-            except Again:
+            except LoadEndedError:
                 continue
             finally:
                 timer.cancel()
@@ -225,7 +225,7 @@ class ModelLoader:
                     self._drop(victim)
             else:
                 self._forget(load)
-                self._settle(load, Again())
+                self._settle(load, LoadEndedError())
 
     def _drop(self, entry: CachedModel) -> None:
         self.cache.drop(entry)
@@ -254,7 +254,7 @@ class ModelLoader:
             model, size_bytes = await self._loaded_model(load.entry.id)
         except asyncio.CancelledError as raised:
             # A cancellation that user code raised itself counts as an ordinary error.
-            error = Again() if load.is_cancelled or is_cancelling() else raised
+            error = LoadEndedError() if load.is_cancelled or is_cancelling() else raised
         except BaseException as raised:  # even SystemExit in user code
             error = raised
         with self._lock:
@@ -273,7 +273,7 @@ class ModelLoader:
             self._settle(load, error, model)
             self._admit()
         self._wake()
-        if isinstance(error, Exception) and not isinstance(error, Again):
+        if isinstance(error, Exception) and not isinstance(error, LoadEndedError):
             self.metrics.failures += 1
             logger.error("Model %r of %s was not loaded: %r", short_id(load.entry.id), self.name, error)
         if error is None and not is_kept:
@@ -436,7 +436,7 @@ class ModelLoader:
                 load.cancel()
                 if load.entry.state == QUEUED:
                     self._forget(load)
-                    self._settle(load, Again())
+                    self._settle(load, LoadEndedError())
             loaded = [each for each in self.cache.models.values() if each.state == LOADED]
             for each in loaded:
                 self._drop(each)

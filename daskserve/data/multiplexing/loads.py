@@ -15,7 +15,7 @@ from daskserve.data.multiplexing.cache import CachedModel
 from daskserve.loops.event_loop import running_loop
 
 
-class Again(Exception):
+class LoadEndedError(Exception):
     """The load ended because its caller or event loop ended. Try again."""
 
 
@@ -70,7 +70,7 @@ def start_load(
 
 
 def context_of(model_id: str) -> Context:
-    """Return a copy of the present context, without the request, for code that loads or unloads a model."""
+    """Return a copy of the current context, without the request, for code that loads or unloads a model."""
     context = copy_context()
     context.run(_enter, model_id)
     return context

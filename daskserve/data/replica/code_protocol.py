@@ -25,7 +25,7 @@ class UserCode(Protocol):
     """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
 
     slots: Slots
-    #: The present stage of the start, and when its time limit began; 0 for the beginning of the stage.
+    #: The current stage of the start, and when its time limit began; 0 for the beginning of the stage.
     stage: Stage
     stage_since: float
 

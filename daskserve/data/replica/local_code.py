@@ -44,8 +44,8 @@ from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
 from daskserve.data.replica.requests.counted import CountedRequest
-from daskserve.data.replica.requests.holding import holding
 from daskserve.data.replica.requests.http import LocalHTTPRequest
+from daskserve.data.replica.requests.multiplexed import multiplexed_request
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
@@ -294,7 +294,7 @@ class LocalCode:
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         if self.models.multiplexer.is_used:
-            kind = holding(kind)
+            kind = multiplexed_request(kind)
         request: LocalRequest
         if TRACE in envelope.head:
             from daskserve.data.replica.requests.traced import traced_request

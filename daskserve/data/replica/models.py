@@ -189,7 +189,9 @@ class ReplicaModels(Models):
                 self._release(name, version)
                 self._held[f"{name}/{version}"] = held
             doing = f"{LOAD}() had not returned"
-            executor.aside.limit = max(executor.aside.limit, 1 + min(executor.aside.abandoned, MAX_STUCK))
+            executor.background.limit = max(
+                executor.background.limit, 1 + min(executor.background.abandoned, MAX_STUCK)
+            )
             call = _call(executor, servable, LOAD, name, version, path)
             model = await self._clock.wait_for(call, limit_s)
         except TimeoutError as error:
@@ -238,7 +240,7 @@ async def _call(executor: UserExecutor, servable: Servable, hook: str, *args: st
     method = servable.hook(hook)
     if is_async(method):
         return await executor.run_async(method, *args)
-    return await executor.run_sync(method, *args, threads=executor.aside)
+    return await executor.run_sync(method, *args, threads=executor.background)
 
 
 def _newest(repository: Mapping[str, Any]) -> Mapping[str, Any]:

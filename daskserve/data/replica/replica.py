@@ -42,7 +42,7 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class Replica:
-    """The `daskserve.cluster.protocols.base.Hosted` that runs user code.
+    """The `daskserve.cluster.protocols.base.HostedActor` that runs user code.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class Replica:
         )
 
     def stage(self) -> tuple[str, float]:
-        """Return the present stage of the start, and when its time limit began.
+        """Return the current stage of the start, and when its time limit began.
 
         See `daskserve.cluster.protocols.base.ReportsStart`.
         """

@@ -54,7 +54,7 @@ SHORT_S = 1.0
 BUSY_PAUSE_S = 0.2
 
 
-class TaskRoom:
+class TaskSlots:
     """Computes how many tasks a replica may run in addition to its requests.
 
     Requests come first, but constant requests would leave no slot at all. So once tasks have had fewer slots
@@ -90,7 +90,7 @@ class ReplicaTasks:
         self._spec: ConsumerSpec | None = None
         self._adapter: TaskProcessorAdapter | None = None
         self._consumer: TaskConsumer | None = None
-        self._task_room: TaskRoom | None = None
+        self._task_slots: TaskSlots | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._is_stopping = False
 
@@ -111,7 +111,7 @@ class ReplicaTasks:
         try:
             spec, adapter, durable = await call(_opened, packed)
             self._spec, self._adapter = spec, adapter
-            self._task_room = TaskRoom(spec.config.slot_share)
+            self._task_slots = TaskSlots(spec.config.slot_share)
             if durable is not None and isinstance(durable.queue, InstanceQueue):
                 durable.queue.join(self._context.cluster.connection, self._context.spec.instance)
             await call(adapter.initialize, concurrency)
@@ -137,10 +137,10 @@ class ReplicaTasks:
     def _room(self) -> int:
         """Return how many tasks may run."""
         slots = self._code.slots
-        if not slots.is_open or self._consumer is None or self._task_room is None:
+        if not slots.is_open or self._consumer is None or self._task_slots is None:
             return 0
         now = self._context.clock.now()
-        return self._task_room(slots.concurrency, slots.ongoing, self._consumer.running, now)
+        return self._task_slots(slots.concurrency, slots.ongoing, self._consumer.running, now)
 
     # ---- running
 

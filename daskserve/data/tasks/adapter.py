@@ -113,7 +113,7 @@ class TaskProcessorAdapter(ABC):
         return await _in_thread(self, AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
 
     def wait_for_task_sync(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
-        """Return a task once it has ended, or in its present state after ``timeout_s`` seconds."""
+        """Return a task once it has ended, or in its current state after ``timeout_s`` seconds."""
         deadline = math.inf if timeout_s is None else stopwatch() + timeout_s
         pause = threading.Event()
         while True:
@@ -124,7 +124,7 @@ class TaskProcessorAdapter(ABC):
             pause.wait(min(POLL_S, left_s))
 
     async def wait_for_task_async(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
-        """Return a task once it has ended, or in its present state after ``timeout_s`` seconds."""
+        """Return a task once it has ended, or in its current state after ``timeout_s`` seconds."""
         clock = LoopClock()
         deadline = math.inf if timeout_s is None else clock.now() + timeout_s
         while True:

@@ -54,7 +54,7 @@ Key: TypeAlias = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Held:
+class LeasedTask:
     """A task that a consumer has."""
 
     task: Task
@@ -114,7 +114,7 @@ class TaskConsumer:
         self._handlers, self._run, self._room = handlers, run, room
         self._clock, self._rng, self._call = clock, rng, call
         #: The tasks that run, or whose end is not yet written.
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, LeasedTask] = {}
         self._ended: dict[Key, Task] = {}
         #: When leases were last renewed; an error does not postpone the next renewal.
         self._renewed_at = clock.now()
@@ -232,7 +232,7 @@ class TaskConsumer:
         key = task.id, task.revision
         if not self._held:
             self._renewed_at = self._clock.now()
-        held = self._held[key] = Held(task)
+        held = self._held[key] = LeasedTask(task)
         if self._closing.is_set():
             self._end(key, states.released(task, self._clock.wall(), self._rules))
             return

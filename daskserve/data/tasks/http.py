@@ -142,20 +142,20 @@ class TaskAPI:
     async def _events(self, request: Request) -> Response:
         first = await self._adapter.get_task_status_async(request.path_params["id"])
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(self._told(first), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._event_stream(first), media_type="text/event-stream", headers=headers)
 
-    async def _told(self, found: TaskResult) -> AsyncIterator[str]:
+    async def _event_stream(self, found: TaskResult) -> AsyncIterator[str]:
         clock = LoopClock()
-        before, told_at = "", clock.now()
+        before, sent_at = "", clock.now()
         while True:
             text = json.dumps(_shown(found))
             if text != before:
                 kind = "end" if _has_ended(found) else "progress"
                 yield f"event: {kind}\ndata: {text}\n\n"
-                before, told_at = text, clock.now()
-            elif clock.now() - told_at > HEARTBEAT_S:
+                before, sent_at = text, clock.now()
+            elif clock.now() - sent_at > HEARTBEAT_S:
                 yield ": waiting\n\n"
-                told_at = clock.now()
+                sent_at = clock.now()
             if _has_ended(found):
                 return
             await clock.sleep(POLL_S)

@@ -108,7 +108,7 @@ class Effect(enum.StrEnum):
     """The effect of a change of an option on running replicas."""
 
     AT_ONCE = "acts at once"
-    TOLD = "reconfigures replicas"
+    RECONFIGURES = "reconfigures replicas"
     REPLACES = "replaces replicas"
 
 
@@ -116,7 +116,7 @@ def effect_of(field: FieldInfo) -> Effect:
     """Return the effect of a change of a backend's option on its running replicas."""
     if REPLACES in field.metadata:
         return Effect.REPLACES
-    return Effect.AT_ONCE if CONTROLLER_ONLY in field.metadata else Effect.TOLD
+    return Effect.AT_ONCE if CONTROLLER_ONLY in field.metadata else Effect.RECONFIGURES
 
 
 class Options(BaseModel):

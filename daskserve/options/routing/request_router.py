@@ -16,7 +16,7 @@ from daskserve.options.fields.secrets import masked
 
 #: The default router; its options are not published.
 DEFAULT_ROUTER = "PowerOfTwo"
-#: The built-in routers; `daskserve.data.caller.request_routers.finding` has the classes of all but the first.
+#: The built-in routers; `daskserve.data.caller.request_routers.loading` has the classes of all but the first.
 BUILT_IN_ROUTERS = (
     DEFAULT_ROUTER,
     "RoundRobin",

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from daskserve.telemetry.tracing.routing import Way
+    from daskserve.telemetry.tracing.routing import RoutingSpan
 
 
 def current_trace_id() -> str:
@@ -27,11 +27,11 @@ def loaded(name: str, attribute: str) -> Any:
 
 
 @cache
-def way_finder() -> Callable[[Mapping[str, Any], Mapping[str, Any], str], Way | None]:
-    """Return `daskserve.telemetry.tracing.routing.way_of`, whose module takes long to import."""
-    from daskserve.telemetry.tracing.routing import way_of
+def routing_span_starter() -> Callable[[Mapping[str, Any], Mapping[str, Any], str], RoutingSpan | None]:
+    """Return `daskserve.telemetry.tracing.routing.start_routing_span`, whose module takes long to import."""
+    from daskserve.telemetry.tracing.routing import start_routing_span
 
-    return way_of
+    return start_routing_span
 
 
 def get_trace_context() -> Any:

@@ -1,4 +1,4 @@
-"""The spans of a request's way to a replica: where and why it waited, and which replicas refused it."""
+"""The spans of routing: where and why a request waited for a replica, and which replicas refused it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from daskserve.telemetry.tracing.templates import SpanTemplate, SpanTemplates
 T = TypeVar("T")
 
 
-class Way:
-    """One request on its way to a replica of a deployment, and back."""
+class RoutingSpan:
+    """The span of one request from its router to a replica of a deployment, and back."""
 
     #: The trace context that the request passes on.
     carrier: Carrier
@@ -28,7 +28,7 @@ class Way:
     @property
     @abstractmethod
     def _span(self) -> Span:
-        """The span of the way."""
+        """The span that is recorded."""
 
     async def wait(
         self, turn: Awaitable[T], *, waiting: int, ongoing: int, replicas: int, is_known: bool
@@ -75,8 +75,8 @@ class Way:
         self._span.end()
 
 
-class RecordedWay(RecordedSpan, Way):
-    """A way in a process that serves: it is its own span."""
+class RecordedRoutingSpan(RecordedSpan, RoutingSpan):
+    """The span in a process that serves."""
 
     #: The deployment and the method.
     _called: tuple[str, str | None]
@@ -105,8 +105,8 @@ class RecordedWay(RecordedSpan, Way):
         self.template = self._templates.get((self._called, self._place), _template)
 
 
-class ProgramWay(Way):
-    """A way in a program that has set up OpenTelemetry itself: the span is one of its SDK."""
+class ProgramRoutingSpan(RoutingSpan):
+    """The span in a program that has set up OpenTelemetry itself: one of its SDK."""
 
     _span: Span = None  # type: ignore[assignment]
 
@@ -119,14 +119,16 @@ class ProgramWay(Way):
         self._span.set_attributes(_place_of(replica, worker))
 
 
-def _begin_wait(way: Span, carrier: Carrier, attributes: dict[str, Any]) -> Span | None:
-    if isinstance(way, RecordedSpan):
-        return way.child("queue", attributes)
+def _begin_wait(routing_span: Span, carrier: Carrier, attributes: dict[str, Any]) -> Span | None:
+    if isinstance(routing_span, RecordedSpan):
+        return routing_span.child("queue", attributes)
     return program_span(carrier, "queue", attributes, SpanKind.INTERNAL)
 
 
-def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) -> Way | None:
-    """Begin the way of a request whose head has a trace context; None if its trace is not sampled."""
+def start_routing_span(
+    shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str
+) -> RoutingSpan | None:
+    """Start the span of a request whose head has a trace context; None if its trace is not sampled."""
     carrier: Carrier = head[TRACE]
     method = None if "type" in head else head.get("method")
     called = deployment, (method or "__call__") if isinstance(method, str) else None
@@ -136,25 +138,27 @@ def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) 
         if parent_in(carrier).is_sampled:
             template = _template((called, None))
             span = program_span(carrier, template.name, template.values, template.kind)
-        return None if span is None else ProgramWay(span, carrier)
+        return None if span is None else ProgramRoutingSpan(span, carrier)
     text = carrier[0] if carrier else ""
     if len(text) == LENGTH:
         # The same as `parent_in`, in a third of the time.
         if not int(text[53:], 16) & SAMPLED:
             return None
-        way = RecordedWay(tracing.queue, tracing.unrouted, text[:36], int(text[36:52], 16))
+        routing_span = RecordedRoutingSpan(tracing.queue, tracing.unrouted, text[:36], int(text[36:52], 16))
         if carrier[1]:
-            way.tracestate = carrier[1]
+            routing_span.tracestate = carrier[1]
     elif text == NEW:
-        way = RecordedWay(tracing.queue, tracing.unrouted, trace_head(tracing.queue.bits(128) | 1), 0)
-        way.start_ns = int(carrier[3])
+        routing_span = RecordedRoutingSpan(
+            tracing.queue, tracing.unrouted, trace_head(tracing.queue.bits(128) | 1), 0
+        )
+        routing_span.start_ns = int(carrier[3])
     else:
         return None
-    way._called = called
-    way._templates = tracing.templates
+    routing_span._called = called
+    routing_span._templates = tracing.templates
     # As `traceparent`, without a call.
-    way.carrier = [f"{way.trace}{way.span_id:016x}-01", carrier[1], carrier[2]]
-    return way
+    routing_span.carrier = [f"{routing_span.trace}{routing_span.span_id:016x}-01", carrier[1], carrier[2]]
+    return routing_span
 
 
 def _template(key: tuple[tuple[str, str | None], tuple[str, str] | None]) -> SpanTemplate:

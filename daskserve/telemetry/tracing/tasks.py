@@ -10,7 +10,7 @@ from typing import Any
 
 
 def with_trace(function: Any) -> Any:
-    """Return a function that runs in the present trace, on whatever worker; the same without a trace.
+    """Return a function that runs in the current trace, on whatever worker; the same without a trace.
 
     Coroutine functions and classes are returned as they are, because Dask treats them apart.
     """

@@ -1,1 +1,1 @@
-"""The limits that clients meet, and the turns of event loops."""
+"""The limits of clients, and how connections share memory and event loops."""

@@ -1,9 +1,9 @@
-"""The limits that keep a few clients from taking what all share: memory, and the slots of replicas.
+"""The limits that keep a few clients from using up shared resources: memory, and the slots of replicas.
 
-The models: Kestrel's ``MinRequestBodyDataRate`` (240 bytes/s, after a grace), Apache's ``RequestReadTimeout
-body=20,MinRate=500``, and nginx' ``send_timeout`` (60 s between two writes that the client accepts). Unlike
-with the first two, a client that has sent more than the minimum may not pause for longer: a body that is
-nearly whole would hold its memory for hours.
+The models are Kestrel's ``MinRequestBodyDataRate`` (240 bytes/s after a grace period), Apache's
+``RequestReadTimeout body=20,MinRate=500``, and nginx' ``send_timeout`` (60 s between two writes that the
+client accepts). Unlike with the first two, a client that has sent more than the minimum may not pause for
+longer: otherwise a nearly complete body could hold its memory for hours.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from daskserve.proxies.exchange.limits.freed import FreedMemory
-from daskserve.proxies.exchange.limits.turns import AllLoopTurns
+from daskserve.proxies.exchange.limits.loop_work import WorkByLoop
+from daskserve.proxies.exchange.limits.memory_trimmer import MemoryTrimmer
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
 
-#: The size of ``max_buffered_bytes`` by default, in bodies of the maximum size and in bytes.
+#: The default of ``max_buffered_bytes``: this many bodies of the maximum size, but at least this many bytes.
 _BODIES = 8
 _LEAST_BYTES = 64 << 20
 
-# The limits that clients meet: the labels of a metric. Those with an option have its name.
+# The limits, as labels of a metric. A limit with an option has the name of the option.
 BODY_SIZE = "max_body_bytes"
 BUFFERS = "max_buffered_bytes"
 BODY_RATE = "min_body_bytes_per_s"
@@ -41,7 +41,7 @@ WEBSOCKET_SILENCE = "websocket_silence"
 WEBSOCKET_PONGS = "websocket_pongs"
 WEBSOCKET_CLOSE = "websocket_close"
 WEBSOCKET_END = "websocket_end"
-#: All of them.
+#: All limits.
 LIMITS = (
     BODY_SIZE,
     BUFFERS,
@@ -63,9 +63,9 @@ LIMITS = (
 )
 
 
-#: Smaller messages have no maximum ratio; deflate reaches about a thousand.
+#: Smaller messages have no maximum ratio. The ratio of deflate can reach about a thousand.
 FREE_BYTES = 1 << 20
-#: Bytes per received byte that do not count toward the rate: text becomes five to ten times as large.
+#: Number of bytes per received byte that do not count toward the rate: text grows by a factor of five to ten.
 FREE_RATIO = 20
 
 #: The time over which the rate is averaged.
@@ -74,17 +74,17 @@ BURST_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class InflationRules:
-    """How large, and how fast, the messages of a connection may become.
+    """Limits of the decompression of a connection's messages.
 
     Attributes
     ----------
     max_ratio : float
-        Maximum ratio of a message's size to that of its compressed data, if it is larger than `FREE_BYTES`.
+        Maximum ratio of a message's size to its compressed size, if the message is larger than `FREE_BYTES`.
     bytes_per_s : float
-        Maximum number of decompressed bytes per second, averaged over `BURST_S`. `FREE_RATIO` bytes per
-        received byte do not count.
+        Maximum number of decompressed bytes per second, averaged over `BURST_S`, without `FREE_RATIO` bytes
+        per received byte.
     max_message_bytes : float
-        Maximum size of a message, which may be decompressed at once.
+        Maximum size of a message; a message may always be decompressed at once.
     """
 
     max_ratio: float = float("inf")
@@ -93,17 +93,17 @@ class InflationRules:
 
     @property
     def burst_bytes(self) -> float:
-        """How many bytes may be decompressed at once."""
+        """Maximum number of bytes that may be decompressed at once."""
         return max(BURST_S * self.bytes_per_s, self.max_message_bytes)
 
 
 class Budget:
-    """Bytes of memory that many users share.
+    """A shared budget of memory.
 
     Attributes
     ----------
     own_bytes : int
-        The bytes that the server's thread uses. Only this thread changes them, so they need no lock.
+        The bytes that the server's thread uses. Only this thread changes the number, so it needs no lock.
     """
 
     def __init__(self, size_bytes: float) -> None:
@@ -117,54 +117,54 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that all threads use."""
+        """The number of bytes that all threads use."""
         return self.own_bytes + self._other_bytes
 
-    def take(self, size_bytes: int) -> bool:
-        """Count bytes as used, and return whether they are within the budget; they are counted anyway.
+    def acquire(self, size_bytes: int) -> bool:
+        """Count bytes as used, whether or not they exceed the budget; return False if they do.
 
-        Any thread may call this and `give_back`.
+        Any thread may call this and `release`.
         """
         with self._lock:
             self._other_bytes += size_bytes
         return self.used_bytes <= self.size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
-        """Count bytes as free."""
+    def release(self, size_bytes: int) -> None:
+        """Count bytes as free again."""
         with self._lock:
             self._other_bytes -= size_bytes
 
 
 class Limits:
-    """The limits of one server, what is used of them, and how often each has ended a request.
+    """The limits of one server, their usage, and how often each was hit.
 
     Without options, nothing is limited, and applications wait for their clients.
 
     Attributes
     ----------
     received : Budget
-        The request bodies and WebSocket messages that are held.
+        The request bodies and WebSocket messages in memory.
     inflation : InflationRules
-        How large, and how fast, compressed messages may become.
-    turns : AllLoopTurns
-        Shares the turns of event loops among connections with much to do.
+        The limits of the decompression of messages.
+    loop_work : WorkByLoop
+        Shares each event loop among connections with much to do.
     unsent : Budget
-        The responses that wait for their clients without holding a slot.
-    freed : FreedMemory
-        Returns the memory of large bodies.
+        The responses that wait for their clients, but hold no slot.
+    trimmer : MemoryTrimmer
+        Returns the memory of large bodies to the operating system.
     hits : Counter
-        How many requests, WebSockets and connections have met each limit; changed by `hit`.
+        How many requests, WebSockets and connections have hit each limit; see `hit`.
     """
 
     def __init__(self, options: HTTPOptions | None = None) -> None:
         self.hits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
         self._lock = threading.Lock()
-        self.freed = FreedMemory()
+        self.trimmer = MemoryTrimmer()
         self.min_body_bytes_per_s = 0
         self.body_grace_s = self.write_stall_timeout_s = self.busy_write_stall_timeout_s = float("inf")
         self.max_unsent_bytes = 0
         self.inflation = InflationRules()
-        self.turns = AllLoopTurns(lambda: self.hit(EVENT_LOOP_TURN))
+        self.loop_work = WorkByLoop(lambda: self.hit(EVENT_LOOP_TURN))
         size_bytes, unsent_bytes = float("inf"), 0.0
         if options is not None:
             self.min_body_bytes_per_s = options.min_body_bytes_per_s
@@ -183,6 +183,6 @@ class Limits:
         self.unsent = Budget(unsent_bytes)
 
     def hit(self, limit: str) -> None:
-        """Count a request, a WebSocket or a connection that has met a limit. Any thread may call this."""
+        """Count a request, a WebSocket or a connection that has hit a limit. Any thread may call this."""
         with self._lock:
             self.hits[limit] += 1

@@ -1,1 +1,1 @@
-"""Reads requests: the head, and the body."""
+"""Reads the heads and bodies of requests."""

@@ -1,4 +1,4 @@
-"""The body of a request, between the socket that pushes it and the application that pulls it."""
+"""The body of a request, between the connection that adds parts and the application that reads them."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from daskserve.proxies.asgi import Headers
 from daskserve.proxies.exchange.limits.limits import BODY_SIZE, Limits
 from daskserve.proxies.exchange.request.body_buffer import BodyBuffer
 
-#: With more unread bytes than this, reading from the socket pauses.
+#: Reading from the connection pauses while more bytes than this are unread.
 HIGH_WATER_BYTES = 256 * 1024
 
-#: The status, the text and the headers of a response.
+#: The status, the text and the headers of an error response.
 Refusal: TypeAlias = tuple[int, str, Headers]
 NO_MEMORY: Refusal = (
     503,
     "The server holds as many request bodies as max_buffered_bytes allows; try again later.",
     ((b"retry-after", b"1"),),
 )
-#: Smaller bodies are received even if those of others fill the budget.
+#: Bodies up to this size are received even if the budget is used up.
 SMALL_BYTES = 64 * 1024
 
 
 class RequestBody:
-    """The receiving side of one ASGI request: the only place where a proxy holds a body.
+    """The body of one request: the only place where a proxy keeps it in memory.
 
-    The body itself is the application's ``receive``, so that the ingress finds it.
+    The object itself is the application's ``receive``, so that the ingress can find it.
 
     Attributes
     ----------
     excess : tuple or None
-        The status, the text and the headers of the response, if the body is too large.
+        The error response if the body exceeds a limit.
     received_bytes : int
         The size of all parts received so far.
     held_bytes : int
-        How much of the budget is taken.
+        How many bytes of the budget the body uses.
     is_ended : bool
         Whether the body is complete.
     is_asked : bool
-        Whether the client was asked for the body, or sends it unasked.
+        Whether the client does not wait for 100 Continue, or was sent it.
     is_withheld : bool
-        Whether the client holds the body back, because it was not asked for it.
+        Whether the client still waits for 100 Continue before it sends the body.
     is_refused : bool
         Whether the server has ended the request because of its body.
     """
@@ -57,17 +57,17 @@ class RequestBody:
         self._is_closed = False
         self._chunks: deque[bytes] | None = None
         self._room: asyncio.Future[None] | None = None
-        self._news: asyncio.Event | None = None
+        self._changed: asyncio.Event | None = None
         self.excess: Refusal | None = None
         self._limits: Limits | None = None
-        # The size that the client declared, if it did, and the size beyond which the body is refused.
+        # The declared size, if there is one, and the maximum size.
         self._length: int | None = None
         self._max_bytes = float("inf")
-        # The body as far as it was received, while it is being gathered.
+        # The received parts, while the body is being gathered.
         self._gathered: BodyBuffer | None = None
-        # Whether all parts are dropped, although the body is not closed.
+        # Whether parts are dropped on arrival.
         self._drops = False
-        # Whether the body counts in the budget until `release`, because it is passed on whole.
+        # Whether the body counts in the budget until `release`, because it is passed on as a whole.
         self._is_kept = False
         self.is_asked = True
         self.is_withheld = False
@@ -77,11 +77,11 @@ class RequestBody:
 
     @property
     def is_full(self) -> bool:
-        """Whether reading is paused until the application reads."""
+        """Whether reading from the connection pauses until the application reads."""
         return self._room is not None
 
     def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
-        """Add a part of the body; returns a future to wait for before reading more, or None."""
+        """Add a part of the body; return a future to await before reading more, or None."""
         size_bytes = len(chunk)
         if not self._count(size_bytes):
             return None
@@ -99,7 +99,7 @@ class RequestBody:
         return self._room
 
     def _count(self, size_bytes: int) -> bool:
-        """Count a part that was received; return whether it is kept."""
+        """Count a received part; return whether to keep it."""
         self.received_bytes += size_bytes
         if self._is_closed:
             return False
@@ -117,25 +117,25 @@ class RequestBody:
 
     @property
     def takes_room(self) -> bool:
-        """Whether the next part goes into memory that `room` returns."""
+        """Whether the next part can be received into the memory that `room` returns."""
         return self._gathered is not None and self._gathered.size_bytes < (self._length or 0)
 
     def room(self) -> memoryview | None:
-        """Return the memory for the next part; None if the body is not gathered, or longer than announced."""
+        """Return the memory for the next part; None if the body is not gathered, or longer than declared."""
         return None if self._gathered is None else self._gathered.room()
 
     def fill(self, size_bytes: int) -> None:
-        """Add a part that is in its memory already."""
+        """Add a part that was received into this memory."""
         if self._count(size_bytes) and self._gathered is not None:
             self._gathered.filled(size_bytes)
 
     def end(self) -> None:
-        """Note that the body is complete."""
+        """Record that the body is complete."""
         self.is_ended = True
         self._wake()
 
     def close(self) -> None:
-        """Return ``http.disconnect`` from `receive` from now on, drop what is held and all further parts."""
+        """Drop all parts, and return ``http.disconnect`` from all further calls of `receive`."""
         self._is_closed = True
         self._gathered = None
         if self._chunks:
@@ -145,28 +145,28 @@ class RequestBody:
             self.release()
         if self._room is not None:
             self._make_room()
-        if self._news is not None:
+        if self._changed is not None:
             self._wake()
 
     def release(self) -> None:
-        """Give back what the body holds of the budget: the application has ended."""
+        """Release the body's share of the budget, because the application has ended."""
         if self.held_bytes and self._limits is not None:
             self._limits.received.own_bytes -= self.held_bytes
             self.held_bytes = 0
 
     def expect(self, length: int | None, max_bytes: float, limits: Limits) -> None:
-        """Set the size that the client declared, if it did, the maximum size, and the budget."""
+        """Set the declared size (None for a chunked body), the maximum size, and the limits."""
         self._limits, self._length, self._max_bytes = limits, length, max_bytes
         if length is not None and length > max_bytes:
             self._exceed_size()
 
     def limit_to(self, max_bytes: float) -> None:
-        """Set the maximum size, for the backend that gets the body.
+        """Set the maximum size of the backend that gets the body.
 
         Raises
         ------
         BodyTooLargeError
-            The body is known to be larger.
+            The declared or received size is larger.
         """
         self._max_bytes = max_bytes
         if self.received_bytes > max_bytes or (self._length or 0) > max_bytes:
@@ -182,9 +182,9 @@ class RequestBody:
                 self._limits.hit(BODY_SIZE)
 
     async def gather(self, *, drops: bool = False) -> None:
-        """Wait until the body is complete or its client has left; one message then has all of it.
+        """Wait until the body is complete or its client has disconnected.
 
-        If ``drops``, nothing is kept, and the message is empty.
+        `receive` then returns the body as one message, which is empty if ``drops``.
         """
         chunks, self._chunks = self._chunks, None
         self._buffered_bytes = 0
@@ -203,7 +203,7 @@ class RequestBody:
             self._chunks, self._gathered = deque((self._gathered.take(),)), None
 
     async def receive(self) -> Message:
-        """Return the next ASGI message; wait until there is one."""
+        """Wait for the next ASGI message and return it."""
         while True:
             if self._is_closed:
                 return {"type": "http.disconnect"}
@@ -225,10 +225,10 @@ class RequestBody:
     __call__ = receive
 
     async def _wait(self) -> None:
-        if self._news is None:
-            self._news = asyncio.Event()
-        self._news.clear()
-        await self._news.wait()
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        self._changed.clear()
+        await self._changed.wait()
 
     def _make_room(self) -> None:
         room, self._room = self._room, None
@@ -236,12 +236,12 @@ class RequestBody:
             room.set_result(None)
 
     def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
 
 
 class BodyOnDemand(RequestBody):
-    """A body whose client waits for 100 Continue; ``ask`` sends it when the application first reads."""
+    """A body whose client waits for 100 Continue: the application's first read sends it, by ``ask``."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__(is_ended=False)

@@ -1,11 +1,11 @@
-"""Joins the parts of a body, whose size may be announced."""
+"""Joins the parts of a body whose size may have been declared."""
 
 from __future__ import annotations
 
 import io
 
-#: The size of the first allocation, and the factor by which it grows. A client that announces a large body
-#: but sends little takes up at most this factor times what it has sent.
+#: The size of the first allocation, and the factor of growth. A client that declares a large body but sends
+#: little uses at most this factor times the size that it has sent.
 FIRST_BYTES = 1 << 20
 GROWTH = 4
 
@@ -18,7 +18,7 @@ class BodyBuffer:
     Parameters
     ----------
     length_bytes : int
-        The size that the sender has announced; 0 if it has not. It may be wrong.
+        The declared size; 0 without one. The actual size may be different.
     """
 
     __slots__ = ("_joined", "_length_bytes", "_room_bytes", "size_bytes")
@@ -27,7 +27,7 @@ class BodyBuffer:
         self._joined = io.BytesIO()
         self._length_bytes = length_bytes
         self._room_bytes = 0
-        #: The size of what was written.
+        #: The number of written bytes.
         self.size_bytes = 0
 
     def write(self, part: bytes | memoryview) -> None:
@@ -39,7 +39,7 @@ class BodyBuffer:
         self.size_bytes = size_bytes
 
     def room(self) -> memoryview | None:
-        """Return memory for the next bytes, to be reported by `filled`; None beyond the announced size.
+        """Return memory for the next bytes, which `filled` then adds; None beyond the declared size.
 
         Release the view before you call a method other than `filled`.
         """
@@ -50,7 +50,7 @@ class BodyBuffer:
         return self._joined.getbuffer()[self.size_bytes : self._room_bytes]
 
     def filled(self, size_bytes: int) -> None:
-        """Record that ``size_bytes`` bytes were written to the room."""
+        """Add ``size_bytes`` bytes that were written to the memory that `room` has returned."""
         self.size_bytes += size_bytes
         self._joined.seek(self.size_bytes)
 
@@ -62,7 +62,7 @@ class BodyBuffer:
         self._joined.seek(self.size_bytes)
 
     def take(self) -> bytes:
-        """Return all that was written, and empty the buffer."""
+        """Return all written bytes, and empty the buffer."""
         self._joined.truncate(self.size_bytes)
         joined, self._joined = self._joined, io.BytesIO()
         self.size_bytes = self._room_bytes = 0

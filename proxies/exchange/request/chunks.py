@@ -1,7 +1,8 @@
-"""Reads a body in chunks.
+"""Reads chunked bodies.
 
-Libraries, and their versions, differ in what they accept around chunks. If one reader accepts a CR and any
-character at the end of a chunk, a request can hide behind another one. So the lines are checked strictly.
+Libraries and their versions differ in how strictly they parse the lines around chunks. If one of two servers
+accepts a CR and any character at the end of a chunk, an attacker can hide a request behind another one. So
+the lines are checked strictly.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import re
 
 from daskserve.proxies.exchange.request.head import HEADER_LINE, RefusedRequestError
 
-#: The longest line that announces a chunk, with its extensions, and the longest trailer.
+#: Maximum length of the line with the size and extensions of a chunk, and of a trailer.
 _MAX_LINE_BYTES = 4096
-#: The size of all trailers together.
+#: Maximum total size of the trailers.
 _MAX_TRAILER_BYTES = 16 * 1024
-#: How many chunks are read at once, at most: a client may send very small ones.
+#: Maximum number of chunks that are read at once, because a client may send very small ones.
 _MAX_CHUNKS = 256
 
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t \x21-\x7e\x80-\xff]*)?\r\n")
 
 
 class ChunkReader:
-    """Reads one body.
+    """Reads one chunked body.
 
     Attributes
     ----------
@@ -33,15 +34,15 @@ class ChunkReader:
 
     def __init__(self) -> None:
         self._left = 0  # remaining bytes of data in the current chunk
-        self._is_in_data = False  # the CR LF at the end of the current chunk was not read yet
+        self._is_in_data = False  # the CR LF at the end of the current chunk has not been read
         self._is_in_trailers = False
         self._trailer_bytes = 0
-        self._kept = b""  # the begin of a line
+        self._kept = b""  # an incomplete line
 
     def read(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return the part of the body that is in the data, and the rest of the data.
+        """Return the part of the body in the data, and the rest of the data.
 
-        The rest follows the body if it `is_ended`; otherwise pass the rest again.
+        If the body `is_ended`, the rest is the next request; otherwise pass the rest again.
 
         Raises
         ------
@@ -62,7 +63,7 @@ class ChunkReader:
                 ending = data[position : position + 2]
                 if ending != b"\r\n":
                     if ending != b"\r":
-                        raise RefusedRequestError("A chunk is longer than it says.")
+                        raise RefusedRequestError("A chunk is longer than its size says.")
                     break
                 position += 2
                 self._is_in_data = False
@@ -80,7 +81,7 @@ class ChunkReader:
         return b"".join(parts), b""
 
     def _read_line(self, data: bytes, start: int) -> int | None:
-        """Read the line of a chunk, or a trailer; return where it ends, or None if it is incomplete."""
+        """Read the line before a chunk, or a trailer; return its end, or None if it is incomplete."""
         end = data.find(b"\n", start, start + _MAX_LINE_BYTES) + 1
         if not end:
             if len(data) - start >= _MAX_LINE_BYTES:
@@ -91,7 +92,7 @@ class ChunkReader:
             return end
         matched = _CHUNK_LINE.fullmatch(data, start, end)
         if matched is None:
-            raise RefusedRequestError("A chunk does not say how long it is.")
+            raise RefusedRequestError("A chunk must begin with its size in hexadecimal digits, and CR LF.")
         self._left = int(matched[1], 16)
         self._is_in_data = self._left > 0
         self._is_in_trailers = not self._is_in_data

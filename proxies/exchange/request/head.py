@@ -1,13 +1,13 @@
-"""Reads a request's head, and checks it: its lines, its host, its length, its target and its connection.
+"""Parses and checks the head of a request: its lines, host, length, target and connection.
 
-Whatever two readers could understand differently is refused: a proxy in front of this one may have taken for
-one request what would be two here (request smuggling), or for another host's.
+Ambiguous requests are refused. Otherwise a reverse proxy might read one request where this server reads two
+(request smuggling), or take a request for one to another host.
 
-Heads are read here, and not by the library of a server. Those libraries differ from each other (llhttp knows
-a fixed list of methods, Tornado accepts a bare LF), and between versions (obsolete line folding, spaces
-before a colon, control characters). A head that matches `_HEAD` can be read in one way only: by splitting its
-lines. CPU time for a GET with six headers, in the same minute: 3.5 µs here, 2.8 µs by httptools with
-uvicorn's callbacks, 30 µs by Tornado.
+The parser is our own, because those of servers differ from each other (llhttp has a fixed list of methods,
+Tornado accepts a bare LF) and between versions (obsolete line folding, spaces before a colon, control
+characters). A head that matches `_HEAD` is unambiguous, and can be parsed by splitting its lines. CPU time
+for a GET with six headers, measured in the same minute: 3.5 µs here, 2.8 µs by httptools with uvicorn's
+callbacks, 30 µs by Tornado.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import NamedTuple, TypeAlias
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t \x21-\x7e\x80-\xff]*+"
-#: A header's line or a trailer's, without obsolete line folding; see RFC 9112, 5.
+#: The line of a header or of a trailer, without obsolete line folding; see RFC 9112, 5.
 HEADER_LINE = re.compile(rb"%b:%b\r\n" % (_TOKEN, _VALUE))
 _HEADER_LINES = re.compile(rb"(?:%b:%b\r\n)*+" % (_TOKEN, _VALUE))
-# Methods are case-sensitive, and ASGI's are in upper case. A client may send an empty line between requests.
+# Methods are case-sensitive, and upper case in ASGI. A client may send an empty line between requests.
 _HEAD = re.compile(
     rb"(?:\r\n)?([!#$%%&'*+\-.^_`|~0-9A-Z]++) ([\x21-\x7e\x80-\xff]++) HTTP/([0-9]\.[0-9])\r\n"
     rb"((?:%b:%b\r\n)*+)\r\n" % (_TOKEN, _VALUE)
 )
 _VERSIONS: Mapping[bytes, str] = {b"1.1": "HTTP/1.1", b"1.0": "HTTP/1.0"}
-#: Where a head ends or is known to be malformed: an empty line, an LF without a CR, a folded line.
+#: Matches where a head ends or turns out to be malformed: an empty line, an LF without a CR, a folded line.
 _END = re.compile(rb"\n(?:(?<!\r\n)|\r.|[ \t])", re.DOTALL)
-#: How many bytes of `_END` may have been received before its last byte.
+#: How many bytes of a match of `_END` may have been received earlier.
 _END_BYTES = 4
 
-#: The headers that are checked here, by their names in lower case.
+#: The headers that are checked here, by name in lower case.
 _FRAMING_NAMES: Mapping[bytes, str] = {
     name.lower().encode(): name
     for name in ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")
@@ -44,23 +44,23 @@ _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _DEFAULT_PORTS: Mapping[str, str] = {"http": ":80", "https": ":443"}
 
-# Causes of refusals, for the metrics; a limit has the name of its option.
+# Causes of refusals, as labels of a metric. A limit has the name of its option.
 MALFORMED, HEADER_BYTES, HEADERS = "malformed", "max_header_bytes", "max_headers"
 
-#: The head of a request whose lines are in order: method, target, version (``"HTTP/1.1"`` or ``"HTTP/1.0"``),
-#: all headers with names in lower case, those of `_FRAMING_NAMES` again, repeated values joined by commas.
+#: The parsed head of a request: method, target, version (``"HTTP/1.1"`` or ``"HTTP/1.0"``), all headers with
+#: names in lower case, and a mapping of those in `_FRAMING_NAMES`, with repeated values joined by commas.
 RequestHead: TypeAlias = tuple[str, str, str, list[tuple[bytes, bytes]], Mapping[str, str]]
 
 
 class HeadLimits(NamedTuple):
-    """The limits of a request's line with its headers."""
+    """The limits of a request line with its headers."""
 
     max_bytes: int
     max_headers: int
 
 
 class RefusedRequestError(ValueError):
-    """A request is not served; the error carries the response to it.
+    """A request is refused; the error contains the response.
 
     Attributes
     ----------
@@ -80,14 +80,14 @@ class RefusedRequestError(ValueError):
 
 
 def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHead, int] | None:
-    """Return the head with which the data begins, and where it ends; None if it is incomplete.
+    """Return the head at the beginning of the data, and its end; None if it is incomplete.
 
     Parameters
     ----------
     data
-        What was received since the last request.
+        The data after the last request.
     searched
-        How much of the data was passed in an earlier call that returned None.
+        The length of the data in the last call, if that returned None; otherwise 0.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHe
 
 
 def _start(searched: int) -> int:
-    # Searching the whole head after each byte of it would take a quadratic time.
+    # Searching the whole head again after each byte would take quadratic time.
     return max(searched - _END_BYTES, 0)
 
 
@@ -163,13 +163,13 @@ def _what_is_wrong(data: bytes) -> str:
             return "Each line of a request's head ends with CR LF."
         return "The request line is not a method in upper case, a target and a version of HTTP."
     lines = _HEADER_LINES.match(rest)
-    assert lines is not None  # no lines match, too
+    assert lines is not None  # it also matches no lines
     number = lines[0].count(b"\n") + 1
     return f"Header line {number} is not a name, a colon, a value and CR LF."
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:
-    """Check that a request has one valid Host header; HTTP/1.0 needs none.
+    """Check that a request has one valid Host header, which is optional in HTTP/1.0.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def body_length(framing: Mapping[str, str], version: str) -> int | None:
     Raises
     ------
     RefusedRequestError
-        Two readers could disagree about the end of the request.
+        The end of the request is ambiguous.
     """
     length = framing.get("Content-Length")
     if "Transfer-Encoding" in framing:
@@ -215,7 +215,7 @@ def body_length(framing: Mapping[str, str], version: str) -> int | None:
 
 
 def keeps_alive(connection: str, version: str) -> bool:
-    """Whether a request's ``Connection`` header keeps the connection open after the response."""
+    """Return whether a request's ``Connection`` header keeps the connection open after the response."""
     if not connection:
         return version == "HTTP/1.1"
     options = [option.strip() for option in connection.lower().split(",")]
@@ -223,13 +223,13 @@ def keeps_alive(connection: str, version: str) -> bool:
 
 
 def is_handshake(method: str, framing: Mapping[str, str]) -> bool:
-    """Whether an HTTP/1.1 request asks for a WebSocket; see RFC 6455, 4.2.1."""
+    """Return whether an HTTP/1.1 request is the handshake of a WebSocket; see RFC 6455, 4.2.1."""
     is_upgrade = "upgrade" in framing.get("Connection", "").lower()
     return is_upgrade and method == "GET" and "websocket" in framing.get("Upgrade", "").lower()
 
 
 def asks_to_continue(framing: Mapping[str, str], version: str) -> bool:
-    """Whether the client waits for a 100 before it sends the body; HTTP/1.0 does not have that status."""
+    """Return whether the client waits for 100 Continue, which HTTP/1.0 does not have."""
     return version != "HTTP/1.0" and framing.get("Expect", "").lower() == "100-continue"
 
 
@@ -244,7 +244,7 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
     Raises
     ------
     RefusedRequestError
-        The target is not valid for the method, or is a URL of another host.
+        The target is not valid for the method, or is a URL with another host.
     """
     if method == "CONNECT":
         if _AUTHORITY.fullmatch(target) is None:
@@ -256,7 +256,7 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
             if not _is_host(authority):
                 raise RefusedRequestError("The URL in the target of a request has no valid host.")
             if host is not None and _named(scheme, authority) != _named(scheme, host):
-                # A proxy in front may have used one of them, while the application uses the other.
+                # A reverse proxy may have used one of them, while the application uses the other.
                 raise RefusedRequestError("The URL in the target of a request and Host name different hosts.")
             target = rest if rest[:1] == "/" else f"/{rest}"
         elif target != "*" or method != "OPTIONS":
@@ -266,5 +266,5 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
 
 
 def _named(scheme: str, host: str) -> str:
-    """Return a host in the form for comparisons: in lower case, without the default port of its scheme."""
+    """Return a host for comparisons: in lower case, and without the default port of the scheme."""
     return host.lower().removesuffix(_DEFAULT_PORTS[scheme.lower()]).removesuffix(":")

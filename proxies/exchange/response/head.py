@@ -1,7 +1,7 @@
-"""Turns the messages of an ASGI response into the bytes of HTTP/1.
+"""Serializes ASGI responses to HTTP/1.
 
-Tornado's writer checks each header with a regular expression, and closes the connection together with the
-last byte. This one costs a third of that, and leaves the end of the connection to the exchange.
+Tornado's writer checks each header with a regular expression, and closes the connection after the last byte.
+This one takes a third of the time, and leaves closing the connection to the exchange.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _STATUS_LINES: Mapping[int, bytes] = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode("ascii") for status in http.HTTPStatus
 }
 _HEAD_END = b"\r\n"
-#: Headers that belong to the connection, or that differ between responses.
+#: Headers that describe the connection, or that differ between responses.
 _NOT_CACHED = frozenset((b"connection", b"content-length", b"date", b"transfer-encoding", b"x-request-id"))
-#: Limits of the heads that are kept per second.
+#: Maximum number of cached heads, of headers in each, and of bytes in a name or value.
 _MAX_HEADS, _MAX_CACHED_HEADERS, _MAX_CACHED_BYTES = 256, 8, 128
 _UNTIL_CLOSE, _NOTHING, _LENGTH, _CHUNKS = range(4)
 
@@ -47,23 +47,23 @@ class DateHeader:
 
 
 class ResponseWriter:
-    """Turns the body messages that follow one ``http.response.start`` into bytes.
+    """Serializes one response.
 
     Parameters
     ----------
     start : Message
         The start message.
     method : str
-        The request's method; a HEAD gets no body.
+        The request's method; the response to HEAD has no body.
     is_http11 : bool
-        Whether the client understands chunks and keeps connections by default.
+        Whether the client supports chunks, and keeps connections open by default.
     closes : bool
         Whether the connection must be closed after this response.
 
     Attributes
     ----------
     closes : bool
-        Whether the connection must be closed after the last byte. Final once `first` has returned.
+        Whether the connection must be closed after the last byte. Valid once `first` has returned.
     """
 
     __slots__ = ("_framing", "_is_http11", "_left", "_method", "_start", "closes")
@@ -82,7 +82,7 @@ class ResponseWriter:
         Raises
         ------
         TypeError, ValueError
-            The start message is not valid in HTTP; none of it may be sent.
+            The start message is not valid; nothing was serialized.
         """
         status = self._start["status"]
         if not 200 <= status <= 999:
@@ -126,7 +126,7 @@ class ResponseWriter:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the client has as many bytes as ``content-length`` says."""
+        """Whether as many bytes were written as ``content-length`` says."""
         return self._framing == _LENGTH and not self._left
 
     def next(self, body: BodyPart, more_body: bool) -> list[BodyPart]:
@@ -151,7 +151,7 @@ class ResponseWriter:
         return [body] if body and framing == _UNTIL_CLOSE else []
 
     def _read_headers(self, lines: list[bytes], date: bytes) -> int | None:
-        # Copies the application's headers, except for those that describe the connection.
+        # Copies the application's headers except for those that describe the connection; returns the length.
         length: int | None = None
         has_date = False
         for name, value in self._start.get("headers", ()):
@@ -171,13 +171,13 @@ class ResponseWriter:
 
 
 class HeadCache:
-    """Heads of whole responses by status and headers, kept until the date changes.
+    """A cache of the heads of whole responses, by status and headers. It is valid until the date changes.
 
-    The requests may all differ. An application sends few different sets of headers: its responses differ in
-    body, length and request id, which are not part of the key. Measured with two headers and a new body and
-    id each time: 0.3 µs for a head that is kept and 1.7 µs for one that is not, 3.0 µs by `ResponseWriter`.
-    In ``bench_path.py``, a request to a replica takes 8% more CPU time if each head is built, and 27% more by
-    way of `ResponseWriter`.
+    Even if all requests differ, applications send few different sets of headers: responses differ in body,
+    length and request id, which are not part of the key. Measured with two headers, and a new body and id
+    each time: 0.3 µs for a cached head, 1.7 µs for a new one, 3.0 µs with `ResponseWriter`. In
+    ``bench_path.py``, a request to a replica takes 8% more CPU time if each head is built, and 27% more with
+    `ResponseWriter`.
     """
 
     def __init__(self, date: DateHeader) -> None:
@@ -186,10 +186,10 @@ class HeadCache:
         self._heads: dict[tuple[int, Headers], bytes] = {}
 
     def write(self, message: Message, request_id: bytes) -> bytes | None:
-        """Return all bytes of a `WHOLE_RESPONSE`; None if `ResponseWriter` has to write it.
+        """Return the bytes of a `WHOLE_RESPONSE`; None if `ResponseWriter` has to serialize it.
 
-        Valid for HTTP/1.1 requests that are not HEAD and keep their connection open. The request id is not
-        checked.
+        Call this only for HTTP/1.1 requests that are not HEAD and keep their connection open, with a valid
+        request id.
         """
         line = self.date.line()
         if line is not self._line:
@@ -202,7 +202,7 @@ class HeadCache:
         try:
             head = self._heads.get(key)
         except TypeError:
-            return None  # not hashable, for example lists
+            return None  # not hashable: for example, a header is a list
         if head is None:
             try:
                 head = self._make(*key)
@@ -234,7 +234,7 @@ class HeadCache:
 
 
 def _check_headers(headers: Any) -> None:
-    """Raise `TypeError` that names the first header whose name or value is not bytes, if there is one."""
+    """Raise a `TypeError` that names the first header whose name or value is not bytes, if there is one."""
     for name, value in headers:
         if not isinstance(name, bytes) or not isinstance(value, bytes):
             raise TypeError(f"the name and the value of a response header are bytes, not {name!r}: {value!r}")
@@ -244,17 +244,17 @@ def _length_line(length: int) -> bytes:
     return b"\r\ncontent-length: %d\r\n\r\n" % length
 
 
-#: The end of the head before a small body.
+#: The ends of the heads before small bodies, by length.
 _LENGTHS = tuple(map(_length_line, range(1000)))
 
 
 def has_stray_control(head: bytes, ends: int) -> bool:
-    """Whether a head contains a null byte, or line breaks other than those at the ends of its lines."""
+    """Return whether a head contains a null byte, or line breaks other than its ``ends`` of lines."""
     return head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head
 
 
 def as_buffer(body: Any) -> BodyPart:
-    """Return a part of a body in a form that can be written, without a copy if possible."""
+    """Return a part of a body as bytes or a flat view, without a copy if possible."""
     if isinstance(body, bytes):
         return body
     if isinstance(body, memoryview):

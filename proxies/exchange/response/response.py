@@ -1,4 +1,4 @@
-"""A response while an application sends it: the one owner of its start and its end."""
+"""The state of a response while an application sends it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from daskserve.proxies.exchange.stream import GONE
 
 
 class Response:
-    """Takes the messages of one response; its `send` is the application's.
+    """The state of one response; `send` is the ``send`` of the application.
 
-    The start is held until the first part of the body: until then a failure can still become another
-    response. Subclasses write the parts.
+    The start is kept until the first part of the body, so that an earlier failure can still be answered with
+    another response. Subclasses write the parts.
 
     Attributes
     ----------
     request_id : bytes
-        A header of the response, unless the application sets it; empty for none.
+        The value of ``x-request-id``, unless the application sets that header; empty for none.
     status : int
-        The status of the application's response, once it was begun; 0 before.
+        The status of the application's response; 0 until its first part was written.
     matched_route : str
-        The route of the application that has matched, such as ``/items/{id}``; empty if it reports none.
+        The application's own route that matched, such as ``/items/{id}``; empty if it reports none.
     is_complete : bool
         Whether the application has sent the last part.
     is_closed : bool
-        Whether no further part of the application's response can be sent.
+        Whether the application can send no more parts.
     is_gone : bool
         Whether a part could not be sent because the client has disconnected.
     """
 
-    # Few requests change these before their end.
+    # Class attributes, because few requests change them early.
     _start: Message | None = None
     request_id = b""
     status = 0
@@ -39,22 +39,22 @@ class Response:
     is_complete = is_closed = is_gone = False
 
     def has_started(self) -> bool:
-        """Return whether the application has sent a part of the response, held or not."""
+        """Return whether the application has sent a part of the response, even if it was not written yet."""
         return self._start is not None
 
     def drop_start(self) -> None:
-        """Forget a start that is held: another response follows."""
+        """Drop a start that was not written, because another response follows."""
         self._start = None
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Write one ASGI message, with back-pressure from the client.
+        """Write one ASGI message, and wait while the client is too slow.
 
         Raises
         ------
         OSError
             The client has disconnected.
         RuntimeError, TypeError, ValueError
-            The message is not valid at this point.
+            The message is not valid, or not valid at this point.
         """
         if self.is_closed:
             self.is_gone = True
@@ -89,7 +89,7 @@ class Response:
         return {**start, "headers": [*headers, (REQUEST_ID, self.request_id)]}
 
     def _send_body(self, message: Message) -> Awaitable[None]:
-        """Write a part of the body, the first one with the start."""
+        """Write a part of the body; the first one together with the start."""
         raise NotImplementedError
 
     def _send_whole(self, message: Message) -> Awaitable[None] | None:
@@ -98,7 +98,7 @@ class Response:
 
 
 def split_whole(message: Message, request_id: bytes = b"") -> tuple[Message, Message]:
-    """Return the two messages of ASGI for a `daskserve.common.types.WHOLE_RESPONSE`."""
+    """Split a `daskserve.common.types.WHOLE_RESPONSE` into the two messages of ASGI."""
     status, body = message["status"], message["body"]
     headers = list(message["headers"])
     names = {name.lower() for name, _ in headers}

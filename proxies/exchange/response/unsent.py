@@ -1,9 +1,8 @@
-"""The parts of a response that wait for the client while the application continues.
+"""Parts of a response that wait for the client while the application continues.
 
-An application that waits for its client holds its slot for as long as the client likes. So applications
-continue earlier: a stream may be ``max_unsent_bytes`` ahead of its client, and an application that has sent
-its last part does not wait, as long as all responses are within their budget. nginx buffers responses for the
-same reason.
+An application that waits for a slow client occupies its slot. So applications continue earlier: a stream may
+be ``max_unsent_bytes`` ahead of its client, and an application that has sent its last part does not wait at
+all, as long as all responses are within their budget. nginx buffers responses for the same reason.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ class UnsentParts:
     def add(
         self, flushed: asyncio.Future[None], size_bytes: int, *, is_last: bool
     ) -> asyncio.Future[None] | None:
-        """Add a part that was written; return a future to wait for, None if there is no need to wait."""
+        """Add a written part; return a future to await, or None if the application need not wait."""
         limits = self._limits
         self._size_bytes += size_bytes
-        is_within = limits.unsent.take(size_bytes)
+        is_within = limits.unsent.acquire(size_bytes)
         flushed.add_done_callback(partial(self._sent, size_bytes))
         if is_within and (is_last or self._size_bytes <= limits.max_unsent_bytes):
             return None
-        if self._room is None:  # once for each response
+        if self._room is None:  # counted once for each response
             limits.hit(UNSENT)
         self._allowed_bytes = limits.max_unsent_bytes if is_within and not is_last else 0
         self._room = asyncio.get_running_loop().create_future()
         return self._room
 
     async def send_rest(self, on_sent: Callable[[], object]) -> None:
-        """Wait until all is sent, and then call ``on_sent``; return without that if the client leaves."""
+        """Wait until all parts are sent, and call ``on_sent``, unless the client disconnects."""
         self._allowed_bytes = 0
         with suppress(ConnectionResetError):
             if self._size_bytes:
@@ -55,7 +54,7 @@ class UnsentParts:
 
     def _sent(self, size_bytes: int, flushed: asyncio.Future[None]) -> None:
         self._size_bytes -= size_bytes
-        self._limits.unsent.give_back(size_bytes)
+        self._limits.unsent.release(size_bytes)
         room = self._room
         if room is None or room.done():
             return

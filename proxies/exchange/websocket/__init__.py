@@ -1,1 +1,1 @@
-"""WebSockets: the session, the connection, and what it has received."""
+"""WebSockets: the session, its connection, and the received messages."""

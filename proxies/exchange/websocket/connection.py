@@ -1,13 +1,13 @@
 """The connection of a WebSocket: its protocol, its timers, and the messages in both directions.
 
 A connection lives on one event loop. The handshake is read on the server's loop. If user code runs in this
-process on a loop of its own, the connection moves there when the handshake is accepted (see
-`daskserve.common.types.SocketPlace`). From then on, user code reads and writes the connection directly. With
-a thread crossing in each direction, a message took twice the CPU time, and twice as long to arrive.
+process on a separate loop, the connection moves there when the handshake is accepted (see
+`daskserve.common.types.SocketReceiver`). From then on, user code reads and writes the connection directly.
+Otherwise each message would cross threads, which doubled its CPU time and its latency.
 
-The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and
-posts its calls to a connection that has moved. While user code blocks its loop, its connections and these
-posts wait; `WebSocketConnection.cut` ends the connection from any thread.
+The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and posts its
+calls to the loop of a connection that has moved. While user code blocks that loop, the connection and these
+calls wait; `WebSocketConnection.cut` ends the connection from any thread.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from wsproto.events import (
 from wsproto.utilities import LocalProtocolError
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import SOCKET_PLACE, Message, OpenSocket, SocketPlace
+from daskserve.common.types import SOCKET_RECEIVER, Message, OpenSocket, SocketReceiver
 from daskserve.proxies.exchange.limits.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, SLOW, STEP_BYTES, LoopWork
 from daskserve.proxies.exchange.stream import Stream, open_stream
+from daskserve.proxies.exchange.websocket.assembler import MessageAssembler
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox, WebSocketReader
-from daskserve.proxies.exchange.websocket.intake import WebSocketIntake
 
 log = logging.getLogger("daskserve.proxies")
 
-#: Interval of pings to a silent client, and the time it has to answer.
+#: Interval of pings to a client that sends nothing, and the time for its answer.
 PING_S = 20.0
-#: Maximum number of pongs that wait for a client that does not read.
+#: Maximum number of unsent pongs to a client that does not read.
 MAX_PONGS = 64
 GOING_AWAY = (1001, "going away")
 
@@ -58,8 +58,8 @@ GOING_AWAY = (1001, "going away")
 class WebSocketCallbacks(NamedTuple):
     """The functions that a connection calls on its loop; see `WebSocketSession`."""
 
-    #: The connection leaves the present loop.
-    moves: Callable[[SocketPlace], None]
+    #: The connection moves to another loop.
+    moves: Callable[[SocketReceiver], None]
     #: The application receives the disconnect.
     disconnected: Callable[[], None]
     #: The connection is closed. May be called more than once.
@@ -73,25 +73,25 @@ class WebSocketWriter:
         self.stream = stream
         self._protocol = protocol
         self._on_lost = on_lost
-        #: Held while a compressed message is sent: its pieces must not mix with those of another.
+        #: Held while a compressed message is sent, because its pieces must not mix with those of another.
         self._sending = asyncio.Lock()
 
     def post(self, event: Event) -> None:
-        """Send without waiting for the client to read it."""
+        """Send an event without waiting for the client to read it."""
         try:
             self.stream.write(self._protocol.send(event))
         except (ConnectionResetError, LocalProtocolError) as error:
             log.debug("A WebSocket was already closed: %r", error)
 
     def pack(self, event: Event) -> bytes:
-        """Return the bytes of an event; `RuntimeError` if the protocol does not allow it."""
+        """Return the bytes of an event; raise `RuntimeError` if the protocol does not allow it."""
         try:
             return self._protocol.send(event)
         except LocalProtocolError as error:
             raise RuntimeError(f"the WebSocket cannot send the message: {error}") from error
 
     def write(self, data: bytes) -> asyncio.Future[None]:
-        """Send; the future is for `flush`. Raises ``OSError`` if the client has disconnected."""
+        """Send bytes, and return a future for `flush`; raise `OSError` if the client has disconnected."""
         try:
             return self.stream.write(data)
         except ConnectionResetError:
@@ -99,19 +99,19 @@ class WebSocketWriter:
             raise
 
     async def send_in_pieces(
-        self, frame: DataMessage[Any], turns: LoopTurns, on_incomplete: Callable[[], None]
+        self, frame: DataMessage[Any], loop_work: LoopWork, on_incomplete: Callable[[], None]
     ) -> None:
-        """Send a message that is compressed: others have their turn after each piece.
+        """Compress and send a message in pieces, so that other connections are served in between.
 
-        Raises ``OSError`` if the connection has ended, or ends meanwhile. Calls ``on_incomplete`` if only the
-        beginning of the message was sent, for example because the task was cancelled.
+        Raises `OSError` if the connection has ended or ends meanwhile. Calls ``on_incomplete`` if only a part
+        of the message was sent, for example because the task was cancelled.
         """
         is_incomplete = False
         async with self._sending:
             try:
                 for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
                     if at:
-                        await turns.turn(SLOW * SLICE_BYTES)
+                        await loop_work.turn(SLOW * SLICE_BYTES)
                     if self._protocol.state is not ConnectionState.OPEN:
                         raise ConnectionResetError("the WebSocket is closed")
                     is_last = at + SLICE_BYTES >= len(frame.data)
@@ -125,7 +125,7 @@ class WebSocketWriter:
                     on_incomplete()
 
     async def flush(self, flushed: asyncio.Future[None]) -> None:
-        """Wait until the client has room for more. Raises ``OSError`` if it has disconnected."""
+        """Wait until there is room for more; raise `OSError` if the client has disconnected."""
         if not flushed.done():
             try:
                 await asyncio.shield(flushed)
@@ -134,7 +134,7 @@ class WebSocketWriter:
                 raise
 
     def end(self) -> None:
-        """Close the connection once everything written is sent."""
+        """Close the connection once all written data is sent."""
         if self.stream.closed():
             return
         if not self.stream.writing():
@@ -143,23 +143,23 @@ class WebSocketWriter:
 
         def written(done: asyncio.Future[None]) -> None:
             if not done.cancelled():
-                done.exception()  # retrieved; the client has disconnected
+                done.exception()  # marks it as retrieved: the client has disconnected
             self.stream.close()
 
         self.stream.write(b"").add_done_callback(written)
 
 
 class WebSocketConnection:
-    """The connection of one WebSocket; its place gets an `OpenSocket` once it is accepted.
+    """The connection of one WebSocket; user code gets an `OpenSocket` once it is accepted.
 
     Parameters
     ----------
     protocol : WSConnection
-        Has received the handshake.
+        The protocol, which has received the handshake.
     max_message_bytes : int
         Maximum size of a message; a larger one closes the connection with code 1009.
     deflates_messages : bool
-        Whether messages are compressed if the client offers it.
+        Whether to compress messages if the client offers it.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class WebSocketConnection:
         self._callbacks = callbacks
         self._deflate = MessageDeflate() if deflates_messages else None
         inflation = None if self._deflate is None else Inflation(self._deflate, limits.inflation)
-        self._intake = WebSocketIntake(
+        self._assembler = MessageAssembler(
             self.inbox, inflation, limits, self.close, max_message_bytes=max_message_bytes, clock=clock
         )
         self._clock = clock
@@ -192,22 +192,22 @@ class WebSocketConnection:
         self._denial: Message | None = None
         self._sent_bytes_at_ping: int | None = None
         self._ping_timer: asyncio.TimerHandle | None = None
-        #: The place to which the connection has moved, or where user code uses it directly.
-        self._place: SocketPlace | None = None
-        #: The socket between two streams, and the calls that wait for the second.
+        #: The loop of user code to which the connection has moved, or which uses it directly.
+        self._receiver: SocketReceiver | None = None
+        #: The socket while the connection moves, and the calls that wait until it has moved.
         self._arriving: socket.socket | None = None
         self._late: list[Callable[[], None]] = []
 
     @property
     def stream(self) -> Stream:
-        """The connection."""
+        """The stream of the connection."""
         return self._writer.stream
 
     def __repr__(self) -> str:
         return "gone" if self.is_gone else "open" if self.is_accepted else "opening"
 
     def start(self) -> None:
-        """Watch the connection; nothing is read before the handshake is accepted."""
+        """Watch for the end of the connection. Nothing is read until the handshake is accepted."""
         self.stream.set_close_callback(self._on_lost)
 
     # ---- the application's side
@@ -231,9 +231,9 @@ class WebSocketConnection:
             data = message.get("bytes")
             frame = DataMessage(data=message["text"] if data is None else bytes(data))
             if self._deflate is not None and self._deflate.enabled():
-                # The client would take the next message for the rest of an incomplete one.
+                # Otherwise the client would take the next message for the rest of an incomplete one.
                 end = partial(self.close, 1011, "a message was not sent whole")
-                await self._writer.send_in_pieces(frame, self._limits.turns.here(), end)
+                await self._writer.send_in_pieces(frame, self._limits.loop_work.current(), end)
                 return
             flushed = self._writer.write(self._writer.pack(frame))
             if not flushed.done():
@@ -260,7 +260,7 @@ class WebSocketConnection:
             raise RuntimeError(f"a message of type {kind!r} does not answer a WebSocket's handshake")
 
     async def _accept(self, message: Message) -> None:
-        place: SocketPlace | None = message.get(SOCKET_PLACE)
+        receiver: SocketReceiver | None = message.get(SOCKET_RECEIVER)
         headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
         accept = AcceptConnection(
             subprotocol=message.get("subprotocol"),
@@ -270,32 +270,32 @@ class WebSocketConnection:
         data = self._writer.pack(accept)
         self.is_accepted = True
         here = asyncio.get_running_loop()
-        loop = here if place is None else place.loop
+        loop = here if receiver is None else receiver.loop
         left = self.stream.leave_for(loop)
         if loop is here or left is not None:
-            self._place = place
-            if place is not None:
-                place.expect_socket()
+            self._receiver = receiver
+            if receiver is not None:
+                receiver.expect_socket()
         if left is None:
             flushed = self._writer.write(data)
             self._begin(b"")
-            if self._place is not None:
-                self._place.take_socket(_open_socket(self))
+            if self._receiver is not None:
+                self._receiver.take_socket(_open_socket(self))
             await self._writer.flush(flushed)
             return
         self._arriving, unread = left
-        if place is None or loop is here:
+        if receiver is None or loop is here:
             await self._arrive(data, unread)
         else:
-            self._callbacks.moves(place)
-            # The task is held by what it waits for, and ends with the loop at the latest.
-            place.post(lambda: loop.create_task(self._arrive(data, unread)))
+            self._callbacks.moves(receiver)
+            # The future that it awaits keeps a reference to the task, which ends with the loop at the latest.
+            receiver.post(lambda: loop.create_task(self._arrive(data, unread)))
 
-    # ---- where the connection moves to
+    # ---- after a move, on the new loop
 
     async def _arrive(self, data: bytes, unread: bytes) -> None:
         """Open the connection on the running loop, and accept the handshake with ``data``."""
-        sock, place = self._arriving, self._place
+        sock, receiver = self._arriving, self._receiver
         assert sock is not None
         try:
             stream = await open_stream(sock)
@@ -315,13 +315,13 @@ class WebSocketConnection:
         late, self._late = self._late, []
         for call in late:
             call()
-        if place is not None:
-            place.take_socket(_open_socket(self))
+        if receiver is not None:
+            receiver.take_socket(_open_socket(self))
             if self.is_gone:
-                place.drop_socket(_open_socket(self))
+                receiver.drop_socket(_open_socket(self))
 
     def _begin(self, unread: bytes) -> None:
-        self._reader.start(self.stream, self._limits.turns.here(), unread)
+        self._reader.start(self.stream, self._limits.loop_work.current(), unread)
         self._arm_ping()
         if self._is_leaving:
             self.leave()
@@ -329,20 +329,20 @@ class WebSocketConnection:
     # ---- the client's side
 
     def _parse(self, data: bytes) -> Iterator[int]:
-        """Process what was received, up to the client's last frame; yield what each step costs."""
+        """Process received data, up to the client's last frame; yield the cost of each step."""
         self._protocol.receive_data(data)
         for event in self._protocol.events():
             if isinstance(event, (TextMessage, BytesMessage)):
-                yield from self._intake.take(event)
+                yield from self._assembler.take(event)
             elif self._take(event):
                 yield STEP_BYTES
             else:
                 return
 
     def _take(self, event: Event) -> bool:
-        """Process another event of the client; return False if it was the last."""
+        """Process an event other than a message; return False if it is the last one."""
         if isinstance(event, Ping):
-            # Pongs must not accumulate for a client that sends pings and does not read.
+            # Otherwise pongs would accumulate if a client sends pings and does not read.
             self._pongs = self._pongs + 1 if self.stream.writing() else 0
             if self._pongs <= MAX_PONGS:
                 self._writer.post(event.response())
@@ -352,7 +352,7 @@ class WebSocketConnection:
             if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                 self._writer.post(event.response())
             elif self._protocol.state is ConnectionState.OPEN:
-                self._writer.post(event)  # for an invalid frame, wsproto sets the close code
+                self._writer.post(event)  # an invalid frame: wsproto has set the close code
             self._disconnect(int(event.code), event.reason or "")
             self.is_closing = True
             self._reader.stop()
@@ -367,7 +367,7 @@ class WebSocketConnection:
     def _ping(self) -> None:
         if self.is_gone or self.is_closing:
             return
-        # A client that reads, however slowly, is as alive as one that sends.
+        # A client that reads, even slowly, is alive.
         written_bytes = self.stream.sent_bytes
         is_reading = self._sent_bytes_at_ping is not None and written_bytes > self._sent_bytes_at_ping
         if not self._reader.has_received and not is_reading and not self.inbox.is_full:
@@ -384,25 +384,25 @@ class WebSocketConnection:
         self.is_gone = True
         self._reader.stop()
         self._disconnect(1006, "")
-        self._tell_closed()
+        self._notify_closed()
 
     def _disconnect(self, code: int, reason: str) -> None:
         if self.inbox.disconnect is None:
             self.inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
             self._callbacks.disconnected()
 
-    def _tell_closed(self) -> None:
+    def _notify_closed(self) -> None:
         if self._ping_timer is not None:
             self._ping_timer.cancel()
-        place, self._place = self._place, None  # it refers to this object
-        if place is not None:
-            place.drop_socket(_open_socket(self))
+        receiver, self._receiver = self._receiver, None  # it refers to this object
+        if receiver is not None:
+            receiver.drop_socket(_open_socket(self))
         self._callbacks.closed()
 
-    # ---- called by the session, on the connection's loop, by `call`
+    # ---- called by the session through `call`, on the connection's loop
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a method of this connection, as soon as it has arrived on its loop."""
+        """Call a method of this connection, once it has arrived on its loop."""
         if self._arriving is None:
             function()
         else:
@@ -414,7 +414,7 @@ class WebSocketConnection:
         self.close(*GOING_AWAY)
 
     def fail(self) -> None:
-        """Tell the client that the application has failed, unless the WebSocket has ended."""
+        """Report to the client that the application has failed, unless the WebSocket has ended."""
         if self.is_accepted:
             self.close(1011, "internal error")
         elif not self.is_closing and not self.is_gone:
@@ -422,7 +422,7 @@ class WebSocketConnection:
                 self._deny({"status": 500, "headers": ()}, b"Internal Server Error", more_body=False)
 
     def end(self) -> None:
-        """Note that the application has returned."""
+        """Record that the application has returned."""
         if self.is_accepted:
             self.close(1000, "")
         elif not self.is_closing and not self.is_gone:
@@ -430,21 +430,21 @@ class WebSocketConnection:
             self.fail()
 
     def finish(self) -> None:
-        """End the connection after the application; the client has to answer a close first."""
+        """End the connection after the application has ended; the client may have to answer a close first."""
         if self.stream.closed():
-            self._tell_closed()
+            self._notify_closed()
             return
         if not self._reader.is_open:
             self._writer.end()
 
     def abort(self) -> None:
-        """End the connection at once; an open one with 1001, if that can be sent without waiting."""
+        """End the connection at once, with code 1001 if it is open and this can be sent without waiting."""
         self.leave()
         self._on_lost()
         self.stream.close()
 
     def cut(self, code: int) -> None:
-        """End the connection from any thread, with a code if that can be sent without waiting."""
+        """End the connection from any thread, with a code if this can be sent without waiting."""
         sock, stream = self._arriving, self.stream
         if sock is not None:
             with suppress(OSError):
@@ -453,7 +453,7 @@ class WebSocketConnection:
             stream.cut(b"" if self.is_closing else b"\x88\x02" + code.to_bytes(2, "big"))
 
     def close(self, code: int, reason: str) -> None:
-        """Start to close an open connection, and notify the application; idempotent."""
+        """Begin to close an open connection, and notify the application. Idempotent."""
         if self.is_gone or self.is_closing or not self.is_accepted:
             return
         self._writer.post(CloseConnection(code=code, reason=reason[:120]))  # raises if the code is invalid
@@ -464,7 +464,7 @@ class WebSocketConnection:
         if not self.is_closing:
             headers = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
             if not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in headers):
-                headers.append((b"connection", b"close"))  # the end of the body is the end of the connection
+                headers.append((b"connection", b"close"))  # the body ends with the connection
             data = self._writer.pack(
                 RejectConnection(status_code=start["status"], headers=headers, has_body=True)
             )
@@ -477,5 +477,5 @@ class WebSocketConnection:
 
 
 def _open_socket(connection: WebSocketConnection) -> OpenSocket:
-    # All results for a connection are equal. It keeps none, which would be a reference cycle.
+    # All results for one connection are equal. It keeps none, to avoid a reference cycle.
     return OpenSocket(connection.receive, connection.send, connection.leave, connection.abort)

@@ -1,10 +1,10 @@
 """Compression of WebSocket messages (permessage-deflate, RFC 7692), decompressed in small steps.
 
-wsproto negotiates the extension and compresses. It also decompresses, but whole frames at a time: a few
-kilobytes become megabytes before their size is checked, while all other work on the loop waits. So compressed
-frames pass wsproto unchanged (`MessageDeflate`), and `Inflation` decompresses them, a slice at a time. Three
-faults of wsproto are corrected, too: invalid offers are declined, a ping between the frames of a message does
-not end its compression, and a message may end its deflate stream (RFC 7692, 7.2.3.4).
+wsproto negotiates the extension and compresses. It would also decompress, but a whole frame at a time: a few
+kilobytes may become megabytes before their size is checked, while all other work on the loop waits. So
+compressed frames pass through wsproto unchanged (`MessageDeflate`), and `Inflation` decompresses them in
+slices. This also corrects three bugs of wsproto: invalid offers are declined, a ping between the frames of a
+message does not end its compression, and a message may end its deflate stream (RFC 7692, 7.2.3.4).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from daskserve.proxies.exchange.limits.limits import (
     INFLATION_RATIO,
     InflationRules,
 )
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES
 
 _PARAMETER = re.compile(
     r"(client|server)_no_context_takeover"
     r"|server_max_window_bits=(9|1[0-5])|client_max_window_bits(=(9|1[0-5]))?"
 )
-#: What every compressed message ends with, and its client leaves out.
+#: The end of every compressed message, which clients leave out.
 _TAIL = b"\x00\x00\xff\xff"
 
 
 class MessageDeflate(PerMessageDeflate):
-    """The extension of one connection: compresses what is sent, and marks what is received as compressed.
+    """The extension of one connection: compresses messages, and records which received ones are compressed.
 
     Attributes
     ----------
     is_compressed, is_text : bool
-        Describe the message to which the last data belongs. wsproto reports a compressed text as bytes.
+        The kind of the message to which the last data belongs. wsproto reports compressed text as bytes.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class MessageDeflate(PerMessageDeflate):
         self.is_compressed = self.is_text = False
 
     def accept(self, offer: str) -> bool | str | None:
-        """Return the parameters of the answer to an offer; None if it is not valid, or not the first."""
+        """Return the parameters with which an offer is accepted; None for an invalid or a second offer."""
         parameters = [parameter.strip() for parameter in offer.split(";")[1:]]
         names = {parameter.partition("=")[0] for parameter in parameters}
         if self.enabled() or len(names) < len(parameters) or not all(map(_PARAMETER.fullmatch, parameters)):
@@ -61,7 +61,7 @@ class MessageDeflate(PerMessageDeflate):
     def frame_inbound_header(
         self, proto: FrameDecoder | FrameProtocol, opcode: Opcode, rsv: RsvBits, payload_length: int
     ) -> CloseReason | RsvBits:
-        """Note which message the next data belongs to."""
+        """Record the kind of the message to which the next data belongs."""
         begins = opcode in (Opcode.TEXT, Opcode.BINARY)
         if rsv.rsv1 and not begins:
             return CloseReason.PROTOCOL_ERROR
@@ -71,14 +71,14 @@ class MessageDeflate(PerMessageDeflate):
         return RsvBits(begins, False, False)
 
     def frame_inbound_payload_data(self, proto: FrameDecoder | FrameProtocol, data: bytes) -> bytes:
-        """Return the data unchanged. wsproto must not decode it as text while it is compressed."""
+        """Return the data unchanged, and keep wsproto from decoding it as text while it is compressed."""
         assert isinstance(proto, FrameDecoder)
         if self.is_compressed and proto.effective_opcode is Opcode.TEXT:
             proto.effective_opcode = Opcode.BINARY
         return data
 
     def frame_inbound_complete(self, proto: FrameDecoder | FrameProtocol, fin: bool) -> None:
-        """Do nothing: `Inflation` completes a message."""
+        """Do nothing: `Inflation` completes messages."""
 
 
 class InflationError(Exception):
@@ -89,7 +89,7 @@ class InflationError(Exception):
     code : int
         The close code.
     limit : str, optional
-        The limit that the client has met.
+        The limit that the client has hit.
     """
 
     def __init__(self, text: str, code: CloseReason, limit: str | None = None) -> None:
@@ -113,24 +113,24 @@ class Inflation:
         self._rules = rules
         self._zlib: Any = None
         self._decoder: IncrementalDecoder | None = None  # of a text
-        # Of the present message:
+        # Of the current message:
         self._received_bytes = self._message_bytes = 0
-        #: What counts for the rate: how much of the burst was used, and when.
+        #: How much of the burst was used, and when that was last updated.
         self._burst_bytes = 0.0
         self._burst_at = 0.0
 
     @property
     def applies(self) -> bool:
-        """Whether the last data is a part of a compressed message."""
+        """Whether the last data belongs to a compressed message."""
         return self._deflate.is_compressed
 
     def parts(self, event: BytesMessage, now: float) -> Iterator[TextMessage | BytesMessage]:
-        """Yield what a part of a message becomes, in slices.
+        """Decompress a part of a message, and yield it in slices.
 
         Raises
         ------
         InflationError
-            The data is not valid, or the client has met a limit.
+            The data is not valid, or the client has hit a limit.
         """
         self._receive(len(event.data), now)
         is_last = event.message_finished
@@ -148,7 +148,7 @@ class Inflation:
                 self._zlib = None
 
     def _inflate(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return a slice of what the data becomes, and the rest of the data."""
+        """Return a decompressed slice, and the rest of the data."""
         if self._zlib is None:
             self._zlib = zlib.decompressobj(-self._deflate.client_max_window_bits)
         stream = self._zlib

@@ -1,4 +1,4 @@
-"""The received messages of a WebSocket that wait for the application, and their limits."""
+"""The received messages of a WebSocket, until the application takes them, and their limits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from wsproto.events import BytesMessage, TextMessage
 
 from daskserve.common.types import Message
 from daskserve.proxies.exchange.limits.limits import BUFFERS, Limits
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, STEP_BYTES, LoopTurns
-from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangups
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, STEP_BYTES, LoopWork
+from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_detect_disconnects
 
-#: Size of received messages that may wait for the application; beyond it, nothing more is read.
+#: Maximum size of the messages that wait for the application; while they are larger, nothing is read.
 MAX_INBOX_BYTES = 1024 * 1024
-#: Interval of the checks for a hangup while nothing is read from a client.
-HANGUP_S = 0.5
-#: Overhead that each message or part counts in addition to its data.
+#: Interval of the checks whether a client has disconnected, while nothing is read from it.
+DISCONNECT_CHECK_S = 0.5
+#: Overhead of each message or part, counted in addition to its data.
 _PART_BYTES = 256
-#: Overhead of parts that a message may have in addition to the size limit.
+#: Maximum overhead of the parts of a message, in addition to the maximum size of the message.
 _PARTS_ALLOWANCE_BYTES = 1024 * 1024
 
 
@@ -42,7 +42,7 @@ class WebSocketInbox:
         self._parts: list[Any] = []
         self._parts_bytes = 0
         self.disconnect: Message | None = None
-        #: Called once, when the inbox is not full any more.
+        #: Called once when the inbox is no longer full.
         self.on_room: Callable[[], None] | None = None
 
     @property
@@ -61,7 +61,7 @@ class WebSocketInbox:
         self._parts_bytes += len(event.data)
         if not self._charge(len(event.data)):
             return False
-        # Many small parts use memory too.
+        # Many small parts also use memory.
         overhead_bytes = _PART_BYTES * len(self._parts)
         if (
             self._parts_bytes > max_bytes
@@ -80,7 +80,7 @@ class WebSocketInbox:
 
     def _charge(self, size_bytes: int) -> bool:
         self._charged_bytes += size_bytes
-        if self._limits.received.take(size_bytes):
+        if self._limits.received.acquire(size_bytes):
             return True
         self.is_over_budget = True
         self._limits.hit(BUFFERS)
@@ -89,10 +89,10 @@ class WebSocketInbox:
     def _discharge(self, size_bytes: int) -> None:
         if self._charged_bytes:
             self._charged_bytes -= size_bytes
-            self._limits.received.give_back(size_bytes)
+            self._limits.received.release(size_bytes)
 
     def release(self) -> None:
-        """Drop all messages: the application has ended."""
+        """Drop all messages, because the application has ended."""
         self._messages.clear()
         self._discharge(self._charged_bytes)
 
@@ -101,7 +101,7 @@ class WebSocketInbox:
         self._discharge(self._parts_bytes)
         self._parts, self._parts_bytes = [], 0
         self._wake()
-        self._tell_room()
+        self._notify_room()
 
     async def take(self) -> Message:
         while not self._messages:
@@ -117,33 +117,33 @@ class WebSocketInbox:
         self._held_bytes -= size_bytes
         self._discharge(max(0, size_bytes - _PART_BYTES))
         if self.on_room is not None and not self.is_full:
-            self._tell_room()
+            self._notify_room()
         return message
 
     def _wake(self) -> None:
-        # All of them: one that is being cancelled takes nothing.
+        # Wake all, because one that is being cancelled takes nothing.
         for taker in self._takers:
             if not taker.done():
                 taker.set_result(None)
 
-    def _tell_room(self) -> None:
+    def _notify_room(self) -> None:
         on_room, self.on_room = self.on_room, None
         if on_room is not None:
             on_room()
 
 
 class WebSocketReader:
-    """Reads a stream as fast as the inbox takes messages, in slices that share the turns of the loop.
+    """Reads a stream while the inbox has room, in slices that share the event loop with others.
 
     Parameters
     ----------
     parse : callable
         ``parse(data)`` is an iterator. Each step adds messages to the inbox and yields their cost; see
-        `daskserve.proxies.exchange.limits.turns`.
+        `daskserve.proxies.exchange.limits.loop_work`.
     """
 
     _stream: Stream
-    _turns: LoopTurns
+    _loop_work: LoopWork
 
     def __init__(self, inbox: WebSocketInbox, parse: Callable[[bytes], Iterator[int]]) -> None:
         self._inbox = inbox
@@ -154,20 +154,20 @@ class WebSocketReader:
         self._timer: asyncio.TimerHandle | None = None
         #: Whether anything was received since this was last set to False.
         self.has_received = True
-        #: Whether the client may still send something that will be read.
+        #: Whether data from the client is still read.
         self.is_open = False
 
-    def start(self, stream: Stream, turns: LoopTurns, unread: bytes = b"") -> None:
-        """Read from a stream; ``unread`` comes before its data."""
+    def start(self, stream: Stream, loop_work: LoopWork, unread: bytes = b"") -> None:
+        """Start reading from a stream; ``unread`` precedes its data."""
         self._stream = stream
-        self._turns = turns
+        self._loop_work = loop_work
         self.is_open = True
         if unread:
             self._receive(unread)
         stream.start_reading(self._receive)
 
     def stop(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         self.is_open = False
         self._rest = b""
         self._steps = None
@@ -181,10 +181,10 @@ class WebSocketReader:
             if self._is_waiting:
                 self._stream.pause_reading()
             else:
-                self._turns.do(self._work)
+                self._loop_work.do(self._work)
 
     def _work(self) -> int:
-        """Do a slice; return what it cost."""
+        """Do a slice of work; return its cost."""
         self._is_waiting = False
         cost = 0
         while self.is_open:
@@ -195,7 +195,7 @@ class WebSocketReader:
                 break
             if cost >= SLICE_BYTES:
                 self._wait()
-                self._turns.add(self._work)
+                self._loop_work.add(self._work)
                 break
             if self._steps is None:
                 if not self._rest:
@@ -218,14 +218,14 @@ class WebSocketReader:
     def _note_room(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._turns.add(self._work)
+        self._loop_work.add(self._work)
 
     def _check_soon(self) -> None:
-        if can_tell_hangups():
-            self._timer = asyncio.get_running_loop().call_later(HANGUP_S, self._check_hangup)
+        if can_detect_disconnects():
+            self._timer = asyncio.get_running_loop().call_later(DISCONNECT_CHECK_S, self._check_disconnect)
 
-    def _check_hangup(self) -> None:
-        """Close the stream if its client has left; nothing is read now, so the end is not noticed."""
+    def _check_disconnect(self) -> None:
+        """Close the stream if its client has disconnected, which is not noticed while nothing is read."""
         stream = self._stream
         if self._inbox.on_room is None or stream.closed():
             return

@@ -1,18 +1,18 @@
 """A WebSocket session between a client and the ASGI application.
 
-The server hands over the connection when a request's headers ask for a WebSocket (RFC 6455). From then on
-a `WebSocketConnection` carries the messages, and the `WebSocketSession` runs the application. A session ends
-in one of these ways:
+When a request is the handshake of a WebSocket (RFC 6455), the server hands over the connection. From then on,
+a `WebSocketConnection` sends and receives the messages, and the `WebSocketSession` runs the application. A
+session ends in one of these ways:
 
-1. The application closes it: with its own code, or with 403 if it never accepted the handshake.
-2. The application answers the handshake with an HTTP response (for example a 404 of the ingress).
-3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
+1. The application closes it: the application's code, or 403 if it has not accepted the handshake.
+2. The application answers the handshake with an HTTP response, for example a 404 of the ingress.
+3. The application returns: 1000. It fails: 500 before it has accepted the handshake, 1011 afterwards.
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
-5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009), too much that is
-   compressed (1009, 1008) or too much for the memory of all (1013): as 4.
-6. The client sends nothing, not even answers to pings: 1011, as 4.
-7. The server drains: 1001, as 4.
+5. The client violates the protocol (1002, 1007), sends a message that is too large (1009), exceeds the limits
+   of decompression (1009, 1008) or the memory budget (1013): then as 4.
+6. The client sends nothing, not even pongs: 1011, then as 4.
+7. The server drains: 1001, then as 4.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wsproto.events import RejectConnection, Request
 from wsproto.utilities import RemoteProtocolError
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import SocketPlace
+from daskserve.common.types import SocketReceiver
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
@@ -48,19 +48,18 @@ _HANDSHAKE_HEADERS = frozenset(
         b"sec-websocket-extensions",
     )
 )
-#: How many offers and parameters a handshake may have: wsproto takes 10 ms for what fits into a head.
+#: Maximum number of offers and parameters of a handshake; wsproto takes 10 ms for as many as fit into a head.
 MAX_ELEMENTS = 256
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
-#: How long an application may run after its client has disconnected; then it is cancelled.
+#: How long an application may run after its client has disconnected, before it is cancelled.
 DISCONNECT_GRACE_S = 5.0
-#: How long a client may take to answer a close. User code that blocks its loop delays the close of its
-#: connection for no longer.
+#: How long a client may take to answer a close, and user code that blocks its loop may delay a close.
 CLOSE_TIMEOUT_S = 2.0
 
 
 class BadHandshakeError(ValueError):
-    """A request is not a valid handshake; the error carries the response to it."""
+    """A request is not a valid handshake; the error contains the response."""
 
     def __init__(self, message: str, status: int = 400, headers: Headers = ()) -> None:
         super().__init__(message)
@@ -70,15 +69,16 @@ class BadHandshakeError(ValueError):
 
 def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) -> list[str]:
     """Check a handshake with wsproto; return the subprotocols that the client offers."""
-    # Only the headers it needs: it requires ASCII or IDNA in paths and hosts, where other bytes are valid.
-    wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
-    keys = [value for name, value in wanted if name == b"sec-websocket-key"]
-    if sum(value.count(b",") + value.count(b";") + 1 for _, value in wanted) > MAX_ELEMENTS:
+    # Pass only the headers it needs: it requires ASCII or IDNA in paths and hosts, where HTTP allows other
+    # bytes.
+    offered = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
+    keys = [value for name, value in offered if name == b"sec-websocket-key"]
+    if sum(value.count(b",") + value.count(b";") + 1 for _, value in offered) > MAX_ELEMENTS:
         limits.hit(WEBSOCKET_OFFERS)
         raise BadHandshakeError(
             f"A WebSocket handshake may have {MAX_ELEMENTS} offers and parameters; this one has more."
         )
-    for name, value in wanted:
+    for name, value in offered:
         if name == b"sec-websocket-version" and value != b"13":
             raise BadHandshakeError(
                 f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server speaks version 13.",
@@ -86,7 +86,7 @@ def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) ->
                 ((name, b"13"),),
             )
     try:
-        protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
+        protocol.initiate_upgrade_connection([(b"host", b"here"), *offered], "/")
         request = next(protocol.events())
     except RemoteProtocolError as error:
         hint = error.event_hint
@@ -106,7 +106,7 @@ OnEnd: TypeAlias = Callable[["WebSocketSession"], None]
 
 
 class WebSocketSession:
-    """Runs the application for one WebSocket. It stays on the server's loop when its connection moves.
+    """Runs the application of one WebSocket. It stays on the server's loop even if its connection moves.
 
     Parameters
     ----------
@@ -115,9 +115,9 @@ class WebSocketSession:
     max_message_bytes : int
         Maximum size of a message; a larger one closes the connection with code 1009.
     deflates_messages : bool
-        Whether messages are compressed if the client offers it.
+        Whether to compress messages if the client offers it.
     limits : Limits
-        The limits of the server; received messages count in their budget.
+        The limits of the server, with the budget of received messages.
     on_end : callable
         ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
@@ -154,9 +154,9 @@ class WebSocketSession:
             clock=clock,
             limits=limits,
         )
-        #: How to call the connection after it has moved, and how it calls this object.
-        self._place: SocketPlace | None = None
-        self._here: ThreadCalls | None = None
+        #: After the connection has moved: its loop, and how it calls this object.
+        self._receiver: SocketReceiver | None = None
+        self._thread_calls: ThreadCalls | None = None
         self._is_closed = False
         self._code = 1001
         self._task: asyncio.Task[None] | None = None
@@ -167,12 +167,12 @@ class WebSocketSession:
 
     @property
     def unread(self) -> Stream | None:
-        """The connection, if nothing reads from it because the handshake is not accepted; otherwise None."""
+        """The stream, if it is not being read because the handshake is not accepted; otherwise None."""
         connection = self.connection
         return None if connection.is_accepted or connection.is_gone else connection.stream
 
     def start(self) -> asyncio.Task[None]:
-        """Start the application; the session ends with the returned task."""
+        """Start the application, and return its task."""
         self.connection.start()
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
@@ -182,36 +182,36 @@ class WebSocketSession:
         self._call(self.connection.leave)
 
     def close(self) -> None:
-        """End the connection at once; an open one with 1001, if that can be sent without waiting."""
+        """End the connection at once, with code 1001 if it is open and this can be sent without waiting."""
         self._call(self.connection.abort)
 
     def _call(self, function: Callable[[], None]) -> None:
         """Call a method of the connection on its loop."""
-        if self._place is None:
+        if self._receiver is None:
             self.connection.call(function)
         else:
-            self._place.post(self.connection.call, function)
+            self._receiver.post(self.connection.call, function)
 
     # ---- called by the connection, on its loop
 
-    def _note_move(self, place: SocketPlace) -> None:
-        """Note that the connection leaves this loop."""
-        self._here = ThreadCalls(asyncio.get_running_loop())
-        self._place = place
+    def _note_move(self, receiver: SocketReceiver) -> None:
+        """Record that the connection moves to another loop."""
+        self._thread_calls = ThreadCalls(asyncio.get_running_loop())
+        self._receiver = receiver
 
     def _note_disconnect(self) -> None:
-        """Record that the application receives the disconnect; it then has some time to return."""
+        """Record that the application receives the disconnect, and limit its time to return."""
         self._note(self._limit_application)
 
     def _note_close(self) -> None:
-        """Note that the connection is closed."""
+        """Record that the connection is closed."""
         self._note(self._set_closed)
 
     def _note(self, function: Callable[[], None]) -> None:
-        if self._here is None:
+        if self._thread_calls is None:
             function()
         else:
-            self._here.post(function)
+            self._thread_calls.post(function)
 
     # ---- on the server's loop
 
@@ -230,7 +230,7 @@ class WebSocketSession:
             self._end()
 
     async def _run(self) -> None:
-        """Top loop of one session: errors of the application end here, in the log."""
+        """Run the application; its errors are logged here."""
         connection = self.connection
         try:
             await self._app(self._scope, connection.receive, connection.send)
@@ -254,7 +254,7 @@ class WebSocketSession:
             self._finish()
 
     def _finish(self) -> None:
-        """End the connection; the client gets some time to read the rest and to answer the close."""
+        """End the connection; the client has some time to read the rest and to answer the close."""
         self._task = None
         self._call(self.connection.inbox.release)
         self._stop_timers()
@@ -266,7 +266,7 @@ class WebSocketSession:
 
     def _cut(self) -> None:
         self._limits.hit(WEBSOCKET_CLOSE)
-        if self._place is None:
+        if self._receiver is None:
             self.connection.stream.close()
         else:
             self.connection.cut(self._code)

@@ -17,7 +17,7 @@ from by_task import by_task
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.streams import WINDOW_BYTES, Opened
+from daskserve.cluster.channel.streams import WINDOW_BYTES, OpenedStream
 from daskserve.cluster.channel.wire import frames
 from daskserve.cluster.channel.wire.transport import MAX_WORK, SocketTransport
 from daskserve.common.types import (
@@ -596,5 +596,5 @@ async def test_posts_of_other_threads_are_sent_before_received_frames_are_handle
     poster = threading.Thread(target=thread_calls.post, args=(outlet.post, "ready"))
     poster.start()
     poster.join()  # the loop has not run since
-    channel._receive([Opened(0, {}, cast(Any, outlet), ADDRESS, call())._frame()])
+    channel._receive([OpenedStream(0, {}, cast(Any, outlet), ADDRESS, call())._frame()])
     assert did == ["ready", "left", "begun"]

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.actors.registry import ActorRegistry
-from daskserve.cluster.protocols.base import ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.protocols.base import ActorSpec, HostedActor, verb, verbs_of
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.cluster.scheduler.controllers import (
     START_RETRY_S,
-    ControllerKeeper,
+    ControllerSupervisor,
     Instance,
     best_worker,
 )
-from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore, open_store
 from daskserve.common.clock import LoopClock
@@ -80,7 +80,7 @@ class Hosts:
         self.made: list[Controller] = []
         self._registries = {each: ActorRegistry(each, 1, LoopClock(), self._make) for each in workers}
 
-    def _make(self, spec: ActorSpec) -> Hosted:
+    def _make(self, spec: ActorSpec) -> HostedActor:
         self.made.append(Controller(spec))
         return self.made[-1]  # type: ignore[return-value]
 
@@ -104,7 +104,7 @@ class Hosts:
 
 
 class Site:
-    """A keeper with one instance on two workers."""
+    """A controller supervisor with one instance on two workers."""
 
     def __init__(self) -> None:
         self.hosts = Hosts("w1", "w2")
@@ -113,7 +113,7 @@ class Site:
         self.instances = {"shop": self.entry}
         self.tasks = TaskSet(logging.getLogger(__name__))
         self.may_move = True
-        self.keeper = ControllerKeeper(
+        self.controllers = ControllerSupervisor(
             self.hosts,  # type: ignore[arg-type]
             self.instances,
             publish=lambda _, message: self.published.append(message),
@@ -125,7 +125,7 @@ class Site:
 @pytest.mark.virtual_time
 async def test_a_controller_is_started_with_its_instances_payload() -> None:
     site = Site()
-    await site.keeper.start(site.entry)
+    await site.controllers.start(site.entry)
     [controller] = site.hosts.made
     assert controller.spec == ActorSpec(ActorKind.CONTROLLER, "shop/controller", 1, "shop", b"settings")
     assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
@@ -134,8 +134,8 @@ async def test_a_controller_is_started_with_its_instances_payload() -> None:
 @pytest.mark.virtual_time
 async def test_a_controller_that_does_not_answer_pings_is_replaced_and_stopped() -> None:
     site = Site()
-    await site.keeper.start(site.entry)
-    site.tasks.spawn(site.keeper.watch())
+    await site.controllers.start(site.entry)
+    site.tasks.spawn(site.controllers.watch())
     await asyncio.sleep(10)
     assert len(site.hosts.made) == 1
     site.hosts.made[0].hangs = True
@@ -152,11 +152,11 @@ async def test_a_hanging_controller_is_replaced_although_one_of_the_same_epoch_a
     site = Site()
     site.instances["other"] = Instance("other", None, False, 5.0, b"", MemoryStore())
     for entry in site.instances.values():
-        await site.keeper.start(entry)
+        await site.controllers.start(entry)
     hanging, other = site.hosts.made
     assert hanging.spec.incarnation == other.spec.incarnation
     hanging.hangs = True
-    site.tasks.spawn(site.keeper.watch())
+    site.tasks.spawn(site.controllers.watch())
     await wait_until(lambda: hanging.is_stopped)
     assert not other.is_stopped
     await site.tasks.close()
@@ -165,9 +165,9 @@ async def test_a_hanging_controller_is_replaced_although_one_of_the_same_epoch_a
 @pytest.mark.virtual_time
 async def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller() -> None:
     site = Site()
-    await site.keeper.start(site.entry)
+    await site.controllers.start(site.entry)
     site.hosts.lose("w2")
-    await site.keeper.replace(site.entry, {"w2"})
+    await site.controllers.replace(site.entry, {"w2"})
     await site.tasks.wait()
     assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
 
@@ -176,20 +176,20 @@ async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over
     """But that does not take the store back from the other instance."""
     site = Site()
     url = f"sqlite:///{tmp_path}/store.db"
-    ours, others = (HeldStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))
+    ours, others = (OwnedStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))
     for store in (ours, others):
         await store.open()
         await store.begin()
         epoch = await store.claim_epoch()
         await store.take_over(epoch, is_complete=True, own=())
     site.entry.store = ours
-    await site.keeper.start(site.entry)
-    await site.keeper.replace(site.entry, {"w2"})
+    await site.controllers.start(site.entry)
+    await site.controllers.replace(site.entry, {"w2"})
     await site.tasks.wait()
     assert site.entry.controller == ActorAddress("shop/controller", "w1", 3)
-    assert ours.hold is StoreOwnership.TAKEN
-    await others.look()
-    assert others.hold is StoreOwnership.HELD
+    assert ours.ownership is StoreOwnership.TAKEN
+    await others.check()
+    assert others.ownership is StoreOwnership.HELD
     for store in (ours, others):
         await store.close()
 
@@ -199,7 +199,7 @@ async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_att
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = Site()
-    await site.keeper.start(site.entry)
+    await site.controllers.start(site.entry)
     attempts: list[float] = []
 
     async def fail() -> int:
@@ -207,9 +207,9 @@ async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_att
         raise StoreUnavailableError("the store is away")
 
     monkeypatch.setattr(site.entry.store, "claim_epoch", fail)
-    site.keeper.lose(site.entry)
+    site.controllers.lose(site.entry)
     for _ in range(20):  # as the supervisor does for each worker
-        await site.keeper.start(site.entry)
+        await site.controllers.start(site.entry)
     await asyncio.sleep(10 * START_RETRY_S)
     assert len(attempts) <= 20 + 10
     monkeypatch.undo()
@@ -240,9 +240,9 @@ def test_a_controller_keeps_away_from_proxies() -> None:
 async def test_a_controller_moves_once_there_is_a_worker_without_a_proxy() -> None:
     site = Site()
     site.hosts.lose("w2")
-    await site.keeper.start(site.entry)
+    await site.controllers.start(site.entry)
     site.entry.proxies = frozenset({"w1"})
-    site.tasks.spawn(site.keeper.watch())
+    site.tasks.spawn(site.controllers.watch())
     await asyncio.sleep(10)
     assert site.entry.epoch == 1
     site.hosts.join("w2")
@@ -285,8 +285,8 @@ async def test_a_controller_moves_to_a_worker_that_is_kept_for_it_once_that_join
     site = Site()
     site.may_move = False  # a worker that is kept for it does not keep an adaptive cluster larger
     site.entry.system_workers = ("w0",)
-    await site.keeper.start(site.entry)
-    site.tasks.spawn(site.keeper.watch())
+    await site.controllers.start(site.entry)
+    site.tasks.spawn(site.controllers.watch())
     await asyncio.sleep(10)
     assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
     site.entry.proxies = frozenset({"w0"} if is_shared else {"w1"})

@@ -11,7 +11,7 @@ import pytest
 
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.distributed_internals import WorkerOutcome
-from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, HostedActor, verb, verbs_of
 from daskserve.cluster.worker import reconnect
 from daskserve.cluster.worker.reconnect import DRAIN_S, Reconnection
 from daskserve.common.clock import LoopClock
@@ -87,7 +87,7 @@ class Lost:
         return asyncio.get_running_loop().time()
 
     async def survive(self, then_s: float = 0.0, serves: bool = True) -> WorkerOutcome:
-        def make(spec: ActorSpec) -> Hosted:
+        def make(spec: ActorSpec) -> HostedActor:
             actor: Any = Actor(spec, self.stops)
             return actor
 

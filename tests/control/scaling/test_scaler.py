@@ -334,7 +334,7 @@ def test_a_blocking_policy_blocks_no_other_backend(monkeypatch: pytest.MonkeyPat
 
     async def main() -> None:
         poked: list[str] = []
-        running = asyncio.create_task(Scaler(state, observed, LoopClock(), poke=poked.extend).run())
+        running = asyncio.create_task(Scaler(state, observed, LoopClock(), enqueue=poked.extend).run())
         await wait_until(lambda: "stuck" in observed.scalings and "quick" in observed.scalings)
         assert "has not answered" in observed.scalings["stuck"].reason
         decided_at = observed.scalings["stuck"].at

@@ -219,11 +219,11 @@ def test_anything_but_one_output_per_request_fails_the_step(results: Any) -> Non
 def test_too_many_outputs_end_a_request() -> None:
     class Endless:
         @continuous_batch(max_outputs=5)
-        async def go_on(self, active: list[ActiveRequest]) -> list[int]:
+        async def resume(self, active: list[ActiveRequest]) -> list[int]:
             return [1] * len(active)
 
     async def main() -> None:
-        stream = Endless().go_on(1)
+        stream = Endless().resume(1)
         assert [await anext(stream) for _ in range(5)] == [1] * 5
         with pytest.raises(ServeError, match="max_outputs"):
             await anext(stream)
@@ -621,9 +621,9 @@ def test_a_request_that_goes_on_while_a_thread_looks_for_what_to_step_is_not_for
         for each in (slow, other):
             engine.add(each)
         assert engine.step() == [slow, other]
-        engine.rounds.go_on(slow)  # looks again for what takes part
+        engine.rounds.resume(slow)  # looks again for what takes part
         slow.is_paused = True
-        loop_thread = threading.Thread(target=engine.rounds.go_on, args=(slow,))
+        loop_thread = threading.Thread(target=engine.rounds.resume, args=(slow,))
         engine.rounds.slots.active = Slow(engine.rounds.slots.active)
         engine.step()
         loop_thread.join()
@@ -643,7 +643,7 @@ def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> Non
             await asyncio.sleep(0)
             assert engine.step() == [request]
             assert await reading == 1
-            engine.rounds.go_on(request)  # looks again for what takes part
+            engine.rounds.resume(request)  # looks again for what takes part
             request.is_paused = True
 
     run_virtual(main)

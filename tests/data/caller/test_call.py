@@ -112,7 +112,7 @@ class Process:
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
         self.loop_queues = LoopQueues()
-        self.present_task = lambda: None
+        self.current_task = lambda: None
         self.thread_calls = self.loop_queues.get(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")

@@ -82,7 +82,7 @@ def make(**queues: Queue) -> tuple[Controller, LoadReports]:
 async def test_load_is_reported_every_second_and_its_end_once() -> None:
     queue = Queue(waiting=1, in_flight=2)
     controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
-    reports.poke(is_urgent=False)
+    reports.report_soon(is_urgent=False)
     await asyncio.sleep(2.5 * PERIOD_S)
     assert controller.reports == [(n * PERIOD_S, {"b": [1, 2]}) for n in range(3)]
     queue.waiting = queue.in_flight = 0
@@ -96,7 +96,7 @@ async def test_the_items_of_maps_count_as_waiting() -> None:
     controller, left = Controller(), {"b": 1000}
     queues = {"b": Queue(waiting=1, in_flight=8)}
     reports = LoadReports(cast(Cluster, controller), LoopClock(), queues, backlogs=lambda: left)
-    reports.poke(is_urgent=False)
+    reports.report_soon(is_urgent=False)
     await asyncio.sleep(PERIOD_S / 2)
     assert controller.reports == [(0.0, {"b": [1001, 8]})]
     reports.close()
@@ -106,12 +106,12 @@ async def test_the_items_of_maps_count_as_waiting() -> None:
 async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     queue = Queue(waiting=1, is_autoscaled=False)
     controller, reports = make(b=queue)
-    reports.poke(is_urgent=True)
+    reports.report_soon(is_urgent=True)
     await asyncio.sleep(5 * PERIOD_S)
     assert controller.reports == []
     assert len(asyncio.all_tasks()) == 1
     queue.is_autoscaled = True
-    reports.poke(is_urgent=False)
+    reports.report_soon(is_urgent=False)
     await asyncio.sleep(2 * GATHER_S)
     assert len(controller.reports) == 1
     queue.is_autoscaled = False
@@ -124,10 +124,10 @@ async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
 async def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None:
     queue = Queue()
     controller, reports = make(b=queue)
-    reports.poke(is_urgent=False)
+    reports.report_soon(is_urgent=False)
     await asyncio.sleep(0.5 * PERIOD_S)
     queue.waiting, queue.has_replicas = 1, False
-    reports.poke(is_urgent=True)
+    reports.report_soon(is_urgent=True)
     await asyncio.sleep(0.6 * STARVING_PERIOD_S)
     queue.waiting = 50
     await asyncio.sleep(0.6 * STARVING_PERIOD_S)
@@ -141,7 +141,7 @@ async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
     queue = Queue(waiting=1)
     controller, reports = make(b=queue)
     controller.errors = [UnavailableError("it is being replaced"), OSError("it is gone")]
-    reports.poke(is_urgent=True)
+    reports.report_soon(is_urgent=True)
     await asyncio.sleep(0.05)
     queue.waiting = 2
     await asyncio.sleep(0.3)
@@ -242,12 +242,12 @@ async def keep(message: Message) -> None:
 async def test_reports_stop_when_the_instance_has_ended() -> None:
     controller, reports = make(b=Queue(waiting=1))
     controller.errors = [NotRunningError("it has been shut down")]
-    reports.poke(is_urgent=True)
+    reports.report_soon(is_urgent=True)
     await asyncio.sleep(0.5 * PERIOD_S)
     assert controller.reports == []
     controller.is_ended = True
     await asyncio.sleep(2 * PERIOD_S)
     assert len(asyncio.all_tasks()) == 1
     reports.close()
-    reports.poke(is_urgent=True)
+    reports.report_soon(is_urgent=True)
     assert len(asyncio.all_tasks()) == 1

@@ -15,10 +15,10 @@ from tables import each_case
 
 import daskserve as serve
 from daskserve.data.caller.mapping.backlogs import backlogs
-from daskserve.data.caller.mapping.rules import MAX_LOSSES, Again, Rules, Tries
+from daskserve.data.caller.mapping.rules import MAX_LOSSES, Attempts, Retry, Rules
 from daskserve.data.caller.mapping.target import room_of
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.data.caller.pool.pooled_replica import ROOM_S
+from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.errors import (
     ActorLostError,
@@ -141,24 +141,24 @@ def test_lost_items_are_called_again_and_suspects_one_at_a_time() -> None:
 @each_case(
     ("error", "expected"),
     (
-        (BackPressureError(retry_after_s=3.0), Again(3.0)),
-        (ActorLostError(begun=False), Again(0.05)),
-        (ActorLostError(is_planned=True), Again(0.05)),
-        (UnavailableError(), Again(0.1)),
-        (ValueError(), Again(0.0)),
+        (BackPressureError(retry_after_s=3.0), Retry(3.0)),
+        (ActorLostError(begun=False), Retry(0.05)),
+        (ActorLostError(is_planned=True), Retry(0.05)),
+        (UnavailableError(), Retry(0.1)),
+        (ValueError(), Retry(0.0)),
         (BadRequestError(), None),
         (NotFoundError(), None),
     ),
 )
-def test_what_follows_a_failure(error: Exception, expected: Again | None) -> None:
-    assert Rules(retries=1).after(error, Tries()) == expected
+def test_what_follows_a_failure(error: Exception, expected: Retry | None) -> None:
+    assert Rules(retries=1).after(error, Attempts()) == expected
 
 
 def test_an_item_that_ends_its_replicas_fails_for_good() -> None:
-    tries = Tries()
-    found = [Rules().after(ActorLostError(), tries) for _ in range(MAX_LOSSES)]
+    attempts = Attempts()
+    found = [Rules().after(ActorLostError(), attempts) for _ in range(MAX_LOSSES)]
     assert [None if each is None else each.is_suspect for each in found] == [False, True, True, None]
-    assert Rules().after(BackPressureError(), tries) is not None
+    assert Rules().after(BackPressureError(), attempts) is not None
 
 
 def test_the_items_that_wait_count_for_their_backends() -> None:
@@ -181,7 +181,7 @@ def test_a_job_sends_what_the_replicas_take_and_one_more_for_each() -> None:
     assert room_of(routers, "e", 0.0) == (2, 8)
     pool.note_busy(pool.entries()["a"], 1, 5.0, was_queued=False, priority=-50)  # although it has four slots
     assert room_of(routers, "e", 6.0) == (2, 6)
-    assert room_of(routers, "e", 5.0 + ROOM_S) == (2, 8)
+    assert room_of(routers, "e", 5.0 + BATCH_REFUSAL_S) == (2, 8)
 
 
 # ---- with an instance

@@ -27,7 +27,7 @@ class LoopConnection:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.loop_queues = LoopQueues()
-        self.present_task = lambda: None
+        self.current_task = lambda: None
         self.thread_calls = self.loop_queues.get(self.loop)
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()

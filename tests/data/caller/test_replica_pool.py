@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Reachability
-from daskserve.data.caller.pool.pooled_replica import REPORT_S, ROOM_S, PooledReplica
-from daskserve.data.caller.pool.replica_pool import ReplicaPool, come_back, set_aside
+from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S, REPORT_S, PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool, defer, end_deferral
 from daskserve.data.caller.routing.queued_request import place_in_queue
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
@@ -82,11 +82,11 @@ def test_a_batch_request_that_waits_for_its_slot_leaves_the_replica_to_live_ones
     pool.release(a)
     (waiting,) = take_all(pool)
     assert not waiting.has_queued_request
-    set_aside(pool, a)
+    defer(pool, a)
     (live,) = take_all(pool)
     assert (live, live.has_queued_request, live.in_flight, pool.in_flight) == (a, False, 2, 3)
     pool.release(a)
-    come_back(pool, a)
+    end_deferral(pool, a)
     assert take_all(pool) == []
     pool.release(a)
     pool.release(a)
@@ -104,17 +104,17 @@ def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
     place = partial(place_in_queue, pool, a, now=1.0, rng=rng)
     assert place(live, lambda _: 0) == (a, False, False)
     assert place(batch, lambda _: BATCH_PRIORITY) == (b, True, True)
-    set_aside(pool, b)  # as `QueuedRequest` does
-    assert (a.in_flight, a.aside.count, b.in_flight, b.aside.count) == (0, 0, 1, 1)
+    defer(pool, b)  # as `QueuedRequest` does
+    assert (a.in_flight, a.deferred.count, b.in_flight, b.deferred.count) == (0, 0, 1, 1)
     assert take_all(pool) == [a]
-    come_back(pool, b)
+    end_deferral(pool, b)
     for each in (a, b, b):
         pool.release(each)
     # If it is the only one, the request waits there.
     pool.suspend(b, 9.0)
     assert take_all(pool) == [a]
     assert place(batch, lambda _: BATCH_PRIORITY) == (a, True, True)
-    assert place(batch, lambda _: BATCH_PRIORITY, now=ROOM_S) == (a, False, False)
+    assert place(batch, lambda _: BATCH_PRIORITY, now=BATCH_REFUSAL_S) == (a, False, False)
 
 
 @each_case("what", ["an answer", "a long time", "a new one"])

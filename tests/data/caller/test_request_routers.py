@@ -19,9 +19,9 @@ from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers import thread
-from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import Ring, hash_of
 from daskserve.data.caller.request_routers.interface import DeploymentID, RequestMetadata, Setup
+from daskserve.data.caller.request_routers.loading import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, beginnings_of, prompt_in
 from daskserve.data.caller.request_routers.routing import RequestRouting
 from daskserve.data.caller.sessions import session_in
@@ -316,7 +316,7 @@ async def test_prompts_that_begin_alike_go_where_they_began() -> None:
     assert len({stage.ask(get(), body) for body in bodies}) == 1
     deep = b'{"prompt": ' + b"[" * 20_000
     assert len({stage.ask(get(), deep) for _ in range(6)}) == 1
-    assert not stage.routing.trouble.text
+    assert not stage.routing.errors.text
 
 
 def test_prompts_are_compared_at_both_ends_of_their_blocks_up_to_their_length() -> None:
@@ -469,7 +469,7 @@ async def custom(path: str = PATH, **kwargs: Any) -> Stage:
     """Return a stage whose router is loaded, or cannot be."""
     stage = Stage(path, **kwargs)
     async with asyncio.timeout(20):
-        while stage.routing._router is None and not stage.routing.trouble.text:  # noqa: ASYNC110  # no event tells
+        while stage.routing._router is None and not stage.routing.errors.text:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.001)
     return stage
 
@@ -481,7 +481,7 @@ async def test_a_router_of_the_user_chooses(answers: Any) -> None:
     assert [stage.take() for _ in range(2)] == ["r2", "r2"]
     others = Counter(stage.take() for _ in range(7))
     assert others == {"r0": 2, "r1": 2, "r3": 2, None: 1}
-    assert stage.routing.trouble.fallbacks == {}
+    assert stage.routing.errors.fallbacks == {}
     stage.routing.close()
 
 
@@ -532,8 +532,8 @@ async def test_a_router_that_fails_is_reported_once_and_requests_go_on(
 ) -> None:
     answers(function)
     stage = await custom()
-    (told,) = {stage.routing.trouble.text for _ in range(20) if stage.ask()}  # each change is an event
-    assert stage.routing.trouble.fallbacks == {kind: 20}
+    (told,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # each change is an event
+    assert stage.routing.errors.fallbacks == {kind: 20}
     assert text in told
     assert [each.levelno for each in caplog.records if each.name == "daskserve.router"] == [logging.ERROR]
     stage.routing.close()
@@ -556,7 +556,7 @@ async def test_a_router_that_hangs_is_left_alone_and_asked_again(
     began = time.perf_counter()
     assert all(stage.ask() for _ in range(100))
     assert time.perf_counter() - began < 1
-    assert "has not answered within" in stage.routing.trouble.text
+    assert "has not answered within" in stage.routing.errors.text
     hangs = False
     async with asyncio.timeout(20):
         while stage.ask() != "r1" or stage.ask() != "r1":  # noqa: ASYNC110  # no event tells
@@ -602,9 +602,9 @@ class BadStart(RequestRouter):
 )
 async def test_a_router_that_cannot_be_loaded_is_reported(path: str, text: str, answers: Any) -> None:
     stage = await custom(path)
-    assert text in stage.routing.trouble.text
+    assert text in stage.routing.errors.text
     assert stage.ask()
-    assert stage.routing.trouble.fallbacks == {"load": 1}
+    assert stage.routing.errors.fallbacks == {"load": 1}
     stage.routing.close()
 
 
@@ -667,7 +667,7 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
             await asyncio.sleep(0.001)
     assert router.told[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
     assert router.app_name == "a"
-    assert stage.routing.trouble.fallbacks == {}
+    assert stage.routing.errors.fallbacks == {}
     stage.routing.close()
 
 
@@ -683,7 +683,7 @@ async def test_a_replica_that_has_stopped_meanwhile_is_no_choice(answers: Any) -
     assert stage.ask() == "r0"
     stage.have("r1", "r2")
     assert stage.ask() in ("r1", "r2")
-    assert stage.routing.trouble.fallbacks == {}
+    assert stage.routing.errors.fallbacks == {}
     stage.routing.close()
 
 

@@ -568,7 +568,7 @@ class Took:
 
 def test_a_timeout_counts_the_wait_for_an_answer_and_for_a_large_result() -> None:
     clock = SimpleNamespace(time=0.0, now=lambda: clock.time)
-    connection: Any = SimpleNamespace(clock=clock, present_task=lambda: None, runs_here=lambda: False)
+    connection: Any = SimpleNamespace(clock=clock, current_task=lambda: None, runs_here=lambda: False)
     unused: Any = None
     for kind, later in ((Response, "_fetching"), (FutureResponse, "_placing")):
         clock.time = 0.0

@@ -34,7 +34,7 @@ from daskserve.common.types import (
 )
 from daskserve.data.caller.pool.pooled_replica import REPORT_S
 from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S
-from daskserve.data.caller.routing.contact import CHECK_S, CONTROLLER_S
+from daskserve.data.caller.routing.controller_watch import CHECK_S, CONTROLLER_S
 from daskserve.data.caller.routing.queued_request import MIN_QUEUE_TIMEOUT_S, QUEUE_TIMEOUT_S
 from daskserve.data.caller.routing.replay import KEPT_BYTES
 from daskserve.data.caller.routing.replica_set import (

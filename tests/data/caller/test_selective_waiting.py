@@ -212,7 +212,7 @@ async def test_a_router_that_fails_spreads_no_model_over_all_replicas(answers: A
     asked = [stage.send(backend, call(model_id="m")) for _ in range(2)]
     await asyncio.gather(*asked)
     assert backend._waiting.routing is not None
-    assert backend._waiting.routing.trouble.fallbacks["error"] >= 22
+    assert backend._waiting.routing.errors.fallbacks["error"] >= 22
 
 
 @pytest.mark.parametrize(

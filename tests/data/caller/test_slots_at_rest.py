@@ -143,5 +143,5 @@ async def test_no_slot_is_lost_whatever_becomes_of_requests_and_options(
         assert error is None or isinstance(error, allowed), error
     chosen = backend._waiting.routing
     if chosen is not None:
-        assert not chosen.trouble.text
+        assert not chosen.errors.text
         assert not [each.ongoing for each in made if each is chosen._router and each.ongoing]

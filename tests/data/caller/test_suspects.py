@@ -17,7 +17,7 @@ from scripted_routes import ScriptedListener, ScriptedRoutes
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
-from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.controller_watch import ControllerWatch
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.suspects.suspects import (
@@ -62,7 +62,7 @@ class Workers:
     def backend(self, tag: str = "b") -> ReplicaSet:
         rng = random.Random(1)
         routes = ScriptedRoutes()
-        contact = ControllerContact(ScriptedListener(), LoopClock(), list)
+        controller_watch = ControllerWatch(ScriptedListener(), LoopClock(), list)
         found = ReplicaSet(
             tag,
             cast(Cluster, self),
@@ -71,7 +71,7 @@ class Workers:
             routes,
             suspects=self.suspects,
             waiting_calls=WaitingCalls(),
-            contact=contact,
+            controller_watch=controller_watch,
             reports=LoadReports(cast(Cluster, self), LoopClock(), {}),
             watch_facts=lambda kind, note: None,
         )

@@ -149,7 +149,7 @@ def test_code_without_the_method_is_not_called(definition: Any) -> None:
             assert set(replica.metrics()) == {"ongoing", "queued", "ended", "failed", "latency_counts"}
             await asyncio.sleep(0.001)
         assert GATES.calls == before
-        assert len(replica._code._executor.aside) == 0  # type: ignore[attr-defined]
+        assert len(replica._code._executor.background) == 0  # type: ignore[attr-defined]
 
     run(scenario, definition)
 

@@ -24,10 +24,10 @@ from starlette.routing import Mount, Route
 
 import daskserve as serve
 from daskserve.common.types import Envelope, EnvelopeKind
-from daskserve.data.replica.execution.message_pipe import ClientGoneError, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientDisconnectedError, MessagePipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.proxies.exchange.websocket import session
-from daskserve.proxies.server import hangup
+from daskserve.proxies.server import disconnects
 from daskserve.testing import local_instance
 
 DEADLINE_S = 10.0
@@ -179,7 +179,7 @@ PLAIN = [*IN_THREADS, *(("process", mode) for mode in MODES)]
 def client() -> Iterator[serve.Client]:
     options = {"port": 0}
     with pytest.MonkeyPatch.context() as patch, local_instance(http_options=options) as client:
-        patch.setattr(hangup, "PERIOD_S", 0.02)  # the servers find out sooner whether a client has left
+        patch.setattr(disconnects, "PERIOD_S", 0.02)  # the servers find out sooner whether a client has left
         kinds = (("app", application(), APPS), ("plain", plain, PLAIN), ("endless", endless, STREAMS))
         for kind, definition, ways in kinds:
             for place, mode in ways:
@@ -325,7 +325,7 @@ async def test_a_message_to_a_websocket_whose_client_has_left_is_an_error() -> N
         pass
 
     async def tell(pipe: MessagePipe) -> None:
-        with pytest.raises(ClientGoneError):
+        with pytest.raises(ClientDisconnectedError):
             await pipe.send({"type": "websocket.send", "text": "hi"})
         await pipe.send({"type": "websocket.close", "code": 1000})  # an application may clean up
 
@@ -334,7 +334,7 @@ async def test_a_message_to_a_websocket_whose_client_has_left_is_an_error() -> N
     pipe = open_socket_pipe(executor, envelope, receive, send, None)
     await pipe.send({"type": "websocket.accept"})
     await pipe.send({"type": "websocket.send", "text": "hi"})
-    pipe._place.take_socket(Gone())  # type: ignore[attr-defined]
+    pipe._receiver.take_socket(Gone())  # type: ignore[attr-defined]
     await tell(pipe)
     far = open_socket_pipe(executor, replace(envelope, is_direct=False), receive, send, None)
     await far.send({"type": "websocket.accept"})

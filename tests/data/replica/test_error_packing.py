@@ -22,12 +22,12 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 
 
 class Stuck(Exception):
-    """Its text takes until ``go_on`` is set."""
+    """Its text takes until ``resume`` is set."""
 
-    go_on = threading.Event()
+    resume = threading.Event()
 
     def __str__(self) -> str:
-        self.go_on.wait(DEADLINE_S)
+        self.resume.wait(DEADLINE_S)
         return "late"
 
 
@@ -38,7 +38,7 @@ class Unpicklable(Stuck):
         return "in time"
 
     def __reduce__(self) -> Any:
-        return self.go_on.wait(DEADLINE_S)
+        return self.resume.wait(DEADLINE_S)
 
 
 class Where(Exception):
@@ -49,11 +49,11 @@ class Where(Exception):
 def run(scenario: Callable[[ErrorPackers], Awaitable[None]], timeout_s: float) -> None:
     async def main() -> None:
         packers = ErrorPackers("errors", ThreadCalls(asyncio.get_running_loop()), timeout_s)
-        Stuck.go_on.clear()
+        Stuck.resume.clear()
         try:
             await scenario(packers)
         finally:
-            Stuck.go_on.set()
+            Stuck.resume.set()
             assert await packers.close(DEADLINE_S)
 
     asyncio.run(main())

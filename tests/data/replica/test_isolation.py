@@ -30,7 +30,7 @@ from replica_harness import PLACES, Reply, call, http, make, until
 from replica_starts import reconfiguration
 
 from daskserve._version import __version__
-from daskserve.cluster.protocols.base import Hosted
+from daskserve.cluster.protocols.base import HostedActor
 from daskserve.common.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, QueueTimeout
 from daskserve.context import current_replica
 from daskserve.data.replica.process.metrics import ReportedMetrics
@@ -291,7 +291,7 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
     model.run(scenario())
 
 
-async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
+async def call_patiently(replica: HostedActor, left_s: float = 60.0) -> Any:
     """Return the result of a call that waits for a slot, and what was sent before it."""
     head = {"method": "pid", "legacy": False, "request_id": "request-1"}
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})), queue_timeout=QueueTimeout(left_s))

@@ -124,7 +124,7 @@ class Opened:
 
 async def opened(cluster: Any) -> Opened:
     found = Opened(cluster)
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     return found
 
 
@@ -140,7 +140,7 @@ async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> Non
     cluster, child = Published(), Child()
     children = ListeningChildren(cluster)  # type: ignore[arg-type]
     children.add("b", "b#1", child.call, child.hand_over)
-    await children.wait_until_told()
+    await children.wait_until_notified()
     await asyncio.sleep(0)
     assert cluster.watchers == {}
     await children.remove("b#1", 0)
@@ -156,7 +156,7 @@ async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_
     assert child.wanted["own"] == ["e"]
     assert child.wanted["rules"] == {"e": ["stream", 10]}
     found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     assert child.wanted["routes"].keys() == {"/b", "/other"}
     assert child.given == [(KEY, [7])]
     await found.children.remove("b#1", 0)
@@ -167,18 +167,18 @@ async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
     found = await opened(cluster)
     child = found.child
     cluster.watchers["endpoint/e"]({**ENDPOINT, "traffic": {"c": 1.0}})
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     await asyncio.sleep(0)
     left = {"key": KEY, "grace_s": LEAVE_S, "sends_away": False}
     assert ("stop_listening", left) in child.calls
     assert not found.left[-1]
     cluster.watchers["endpoint/e"](ENDPOINT)
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     assert found.left[-1]
     assert [key for key, _ in child.given] == [KEY, "proxy#2"]
     assert child.wanted["listeners"] == {"proxy#2": b"start"}
     found.children.note(routes={})
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     assert "endpoint/e" not in cluster.watchers
     await found.children.remove("b#1", 0)
 
@@ -201,7 +201,7 @@ async def test_changes_at_once_are_told_once() -> None:
     before = len(found.child.calls)
     for number in range(100):
         cluster.watchers["endpoint/e"]({**ENDPOINT, "number": number})
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     assert len(found.child.calls) == before + 1
     await found.children.remove("b#1", 0)
 
@@ -270,7 +270,7 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     found = await opened(Published())
     found.child.is_lost = True
     found.children.note(unready=["b"])
-    await found.children.wait_until_told()
+    await found.children.wait_until_notified()
     assert not found.left[-1]
     await found.children.close(found.port, 0)
     await found.children.remove("b#1", 0)

@@ -248,9 +248,38 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Sink:
     return Sink()
 
 
-def writer_to(sink: Sink, redact: Any = None) -> PayloadWriter:
-    options: dict[str, Any] = {"mode": "response", "flush_period_s": 0.0, "masked": masked}
+def writer_to(sink: Sink, redact: Any = None, flush_period_s: float = 0.0) -> PayloadWriter:
+    options: dict[str, Any] = {"mode": "response", "flush_period_s": flush_period_s, "masked": masked}
     return PayloadWriter(ORIGIN, lambda: sink.write, lambda: redact, **options)
+
+
+def test_a_file_is_written_before_its_time_once_it_has_the_size_of_a_file(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, answer = events_of(sample(b"", b"1"), ORIGIN, "all")
+    monkeypatch.setattr(module, "FILE_BYTES", 2 * len(line_of(answer)) + 1)
+    writer = writer_to(sink, flush_period_s=3600)
+    for _ in range(4):
+        writer.offer(sample(b"", b"1"))
+    assert sink.called.acquire(timeout=DEADLINE_S), "the first file waits for the fourth sample"
+    writer.close(DEADLINE_S)
+    assert [each.count(b"\n") for each in sink.files.values()] == [3, 1]
+    assert writer.written == 4
+
+
+def test_samples_that_wait_have_a_limit_of_bytes(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sample().nbytes
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 3 * size)
+    sink.hold.clear()
+    writer = writer_to(sink)
+    writer.offer(sample())
+    assert sink.called.acquire(timeout=DEADLINE_S), "the thread has taken the first"
+    for _ in range(5):
+        writer.offer(sample())
+    assert writer.dropped == {"queue": 2}
+    sink.hold.set()
+    writer.close(DEADLINE_S)
+    assert writer.written == 4
 
 
 def test_a_sink_that_was_full_gets_what_waited_in_the_same_file(sink: Sink, caplog: Any) -> None:

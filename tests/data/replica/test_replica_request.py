@@ -65,7 +65,7 @@ class ScriptedRequest(ReplicaRequest):
     def begin(self, receive: Any = None, send: Any = None) -> None:
         self.run = self.code = ScriptedRun(self, **self.options)
 
-    def go_on(self, unfinished: Unfinished) -> None:
+    def resume(self, unfinished: Unfinished) -> None:
         self.begin()
 
     def message(self, value: Any) -> Message | None:

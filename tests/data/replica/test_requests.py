@@ -30,7 +30,7 @@ from daskserve.data.replica.user_code.request_objects import (
     read_body,
 )
 from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
-from daskserve.internals.handed_requests import is_unread, read_ahead
+from daskserve.internals.request_pickling import is_unread, read_ahead
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.pickling import dump
 

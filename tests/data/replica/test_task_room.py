@@ -9,7 +9,7 @@ from tables import each_case
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message, QueueTimeout
 from daskserve.data.replica.requests.slots import Slots
-from daskserve.data.replica.tasks import TaskRoom
+from daskserve.data.replica.tasks import TaskSlots
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
 
@@ -21,7 +21,7 @@ async def shared(concurrency: int, share: float, requests: int, backlog: bool) -
     """Return how many of each end while so many requests always run or wait, and there are always tasks."""
     slots, loop = Slots("b#AAAAAA", concurrency, ReplicaMetrics()), asyncio.get_running_loop()
     slots.is_open = True
-    room, ended, tasks = TaskRoom(share), Counter[str](), set[asyncio.Task[None]]()
+    room, ended, tasks = TaskSlots(share), Counter[str](), set[asyncio.Task[None]]()
 
     async def drop(message: Message) -> None:
         pass

@@ -491,7 +491,7 @@ class WatchedLoops:
             for loop in (self.worker, self.user, self.both):
                 loop.step()
             if not now_ms % looks_every_ms:
-                self.shared.look()
+                self.shared.check()
 
     @property
     def counts(self) -> tuple[int, int]:

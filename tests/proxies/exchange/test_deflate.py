@@ -20,7 +20,7 @@ from wsproto.frame_protocol import FrameDecoder, Opcode, RsvBits
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.limits.limits import FREE_BYTES, InflationRules
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 
 pytestmark = pytest.mark.smoke

@@ -15,7 +15,7 @@ from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.exchange import LINGER_S
 from daskserve.proxies.exchange.request.body import HIGH_WATER_BYTES
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 LIMIT = 4 * HIGH_WATER_BYTES
 IDLE_S = 3.0
@@ -177,7 +177,7 @@ async def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes
 async def test_what_the_server_refuses_itself_is_told(data: bytes, told: tuple[Any, ...]) -> None:
     found: list[tuple[Any, ...]] = []
     async with serve(Application()) as server:
-        server.tell_refused(lambda client, *others: found.append(others))
+        server.on_refused(lambda client, *others: found.append(others))
         connect(server).send(data)
         await settle()
         await settle()

@@ -9,7 +9,7 @@ from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 MIB = 1 << 20
 #: More than the operating system takes for a client that does not read.

@@ -31,7 +31,7 @@ from daskserve.common.types import Message, Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.websocket.connection import MAX_PONGS
 from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 pytestmark = pytest.mark.smoke
 

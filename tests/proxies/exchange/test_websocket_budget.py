@@ -12,7 +12,7 @@ from wsproto.events import Message as DataMessage
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 
 def received_bytes(server: HTTPServer) -> float:

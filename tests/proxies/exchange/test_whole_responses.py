@@ -17,7 +17,7 @@ from daskserve.proxies.exchange.http_response import JOIN_BYTES
 from daskserve.proxies.exchange.response import head as response_head
 from daskserve.proxies.exchange.response.head import DateHeader, HeadCache
 from daskserve.proxies.exchange.response.response import split_whole
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 TEXT = ((b"content-type", b"text/plain"),)
 REQUEST_ID = b"an-id"

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 import daskserve as serve
-from daskserve.proxies.ingress.bodies import KeptReceive
+from daskserve.proxies.ingress.bodies import CancellableReceive
 from daskserve.testing import local_instance
 
 KIB = 1024
@@ -192,11 +192,11 @@ async def test_a_message_that_a_middleware_has_read_is_not_lost_with_the_call_th
         ends[-1] = "read"
         return {"type": "http.request", "body": b"a", "more_body": False}
 
-    kept = KeptReceive(receive)
+    cancellable = CancellableReceive(receive)
     arrived.set()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await kept()
+            await cancellable()
     passed_on.set()
-    assert (await kept())["body"] == b"a"
+    assert (await cancellable())["body"] == b"a"
     assert ends == ["read"]

@@ -19,7 +19,7 @@ from http_harness import (
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.server import hangup
+from daskserve.proxies.server import disconnects
 
 pytestmark = pytest.mark.smoke
 
@@ -34,7 +34,7 @@ async def half_close(client: Client, data: bytes) -> None:
 
 async def pause() -> None:
     """Wait until the server has seen the end, and the client was tested."""
-    await asyncio.sleep(10 * hangup.PERIOD_S)
+    await asyncio.sleep(10 * disconnects.PERIOD_S)
 
 
 @on_each_transport
@@ -49,8 +49,8 @@ async def test_requests_before_the_end_are_all_answered(count: int) -> None:
 
 @on_each_transport
 async def test_a_response_that_comes_soon_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hangup, "PERIOD_S", 0.2)
-    monkeypatch.setattr(hangup, "QUICK_S", 0.2)
+    monkeypatch.setattr(disconnects, "PERIOD_S", 0.2)
+    monkeypatch.setattr(disconnects, "QUICK_S", 0.2)
 
     app = Hanging()
     async with serving(app) as server, connected(server) as client:
@@ -108,7 +108,7 @@ async def test_a_large_response_is_complete() -> None:
 async def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hangup, "PERIOD_S", 1000.0)
+    monkeypatch.setattr(disconnects, "PERIOD_S", 1000.0)
 
     app = Hanging()
     async with serving(app) as server:
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
 async def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hangup, "PERIOD_S", 1000.0)
+    monkeypatch.setattr(disconnects, "PERIOD_S", 1000.0)
     turn, go, ran = asyncio.Lock(), asyncio.Event(), []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,7 +18,7 @@ from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.health import health_server
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 ROUTES = RouteTable({"/": {"endpoint": "e", "methods": ["GET"]}})
 

@@ -138,7 +138,7 @@ def test_an_invalid_host_is_named_in_the_error() -> None:
 
 
 def test_a_host_of_another_machine_is_named_in_the_error() -> None:
-    with pytest.raises(BadRequestError, match=r"'192\.0\.2\.1'.*no address of this machine"):
+    with pytest.raises(BadRequestError, match=r"'192\.0\.2\.1'.*not an address of this machine"):
         bind_sockets("192.0.2.1", 0)
 
 

@@ -10,7 +10,7 @@ from http_harness import HANDSHAKE, Client, connected, hello, poll_for, request,
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 pytestmark = pytest.mark.smoke
 

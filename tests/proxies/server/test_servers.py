@@ -32,7 +32,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.exchange.websocket.session import DISCONNECT_GRACE_S
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.hangup import PERIOD_S
+from daskserve.proxies.server.disconnects import PERIOD_S
 
 pytestmark = pytest.mark.smoke
 
@@ -81,7 +81,7 @@ async def test_servers_of_one_instance_share_their_port() -> None:
 
 
 def test_a_foreign_host_is_refused_when_binding() -> None:
-    with pytest.raises(BadRequestError, match="no address of this machine"):
+    with pytest.raises(BadRequestError, match="not an address of this machine"):
         asyncio.run(make_server(hello, host="192.0.2.1", port=0).bind())
 
 
@@ -115,7 +115,7 @@ async def test_stop_cancels_requests_and_closes_connections() -> None:
 async def test_stop_does_not_wait_for_a_request_that_will_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("daskserve.proxies.server.life._CANCEL_S", 0.01)
+    monkeypatch.setattr("daskserve.proxies.server.server._CANCEL_S", 0.01)
 
     entered, released = asyncio.Event(), asyncio.Event()
 
@@ -281,7 +281,7 @@ async def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPa
     Late ones come between the last look at the backlog and the end of the socket.
     """
     if is_late:
-        monkeypatch.setattr("daskserve.proxies.server.life.is_readable", lambda sockets: False)
+        monkeypatch.setattr("daskserve.proxies.server.server.is_readable", lambda sockets: False)
 
     async with serving(hello) as server:
         clients = []

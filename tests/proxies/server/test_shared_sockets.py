@@ -23,8 +23,8 @@ from daskserve.options.start_messages import ProxyStart
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.listener import HTTPListener, Requests
 from daskserve.proxies.replica_listener import ReplicaListeners
-from daskserve.proxies.server import accepting
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server import acceptor
+from daskserve.proxies.server.server import HTTPServer
 from daskserve.telemetry.logs.process import ProcessLogs
 
 
@@ -114,9 +114,9 @@ async def test_the_host_accepts_once_the_others_have_taken_nothing_for_some_time
         looks.append(next(taken, 4))
         return looks[-1]
 
-    monkeypatch.setattr(accepting, "_backlog_of", backlog_of)
-    monkeypatch.setattr(accepting, "LOOK_S", 0.001)
-    monkeypatch.setattr(accepting, "LOOKS", 3)
+    monkeypatch.setattr(acceptor, "_backlog_of", backlog_of)
+    monkeypatch.setattr(acceptor, "CHECK_S", 0.001)
+    monkeypatch.setattr(acceptor, "CHECKS", 3)
     async with serving(named(b"host")) as host:
         host.leave_to_others(True)
         assert await answer(host) == b"host"

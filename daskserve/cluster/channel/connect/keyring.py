@@ -56,7 +56,7 @@ class Keyring:
     Parameters
     ----------
     fetch : callable, optional
-        Returns the value of the cluster's present secret.
+        Returns the value of the cluster's current secret.
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[bytes]] = _nothing) -> None:

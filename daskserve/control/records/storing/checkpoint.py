@@ -16,10 +16,10 @@ logger = logging.getLogger("daskserve.controller")
 #: The kinds of records whose last changes may be lost if the scheduler's machine loses power. The next
 #: controller stops actors without a record and starts new ones. Requested changes, and the answers to
 #: callers, are in records of other kinds.
-PASSING = ("replica/", "proxy/")
+TRANSIENT = ("replica/", "proxy/")
 #: The kinds of records that may be written later. Events and deaths accompany other records of the same
 #: change.
-_MAY_WAIT = (*PASSING, "event/", "deaths/")
+_MAY_WAIT = (*TRANSIENT, "event/", "deaths/")
 
 
 def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordError]]:

@@ -372,10 +372,10 @@ def _of_model_rollouts(world: _World, name: str, before: Any, after: Record | No
             yield Event(_OF_PHASES[rollout.phase], text, backend.application, name)
 
 
-Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
+EventWriter = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
 #: For each kind of record: a function that finds the record before the change, and one that yields the
 #: events.
-_EVENTS_BY_KIND: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
+_EVENTS_BY_KIND: Mapping[str, tuple[Callable[[State, str], Record | None], EventWriter]] = {
     "revision": (lambda state, name: state.revisions.get(name), _of_revision),
     "goal": (lambda state, name: state.goals.get(name), _of_goal),
     "backend": (lambda state, name: state.backends.get(name), _of_backend),

@@ -56,10 +56,10 @@ class HistoryRecorder:
         event = Event(EventKind.CONTROLLER_STARTED, text)
         return as_row(self._state, [event], wall=self._clock.wall(), number=self._first)
 
-    def of_routers(self, troubles: Mapping[BackendTag, str]) -> Change:
+    def of_routers(self, errors: Mapping[BackendTag, str]) -> Change:
         """Return the row of events about errors of the request routers of some backends."""
         events = []
-        for tag, text in troubles.items():
+        for tag, text in errors.items():
             if (backend := self._state.backends.get(tag)) is not None:
                 message = f"{capitalized(backend.display_name)}: {text}"
                 events.append(Event(EventKind.ROUTER_FAILED, message, backend.application, tag))

@@ -352,7 +352,7 @@ def current(revisions: Iterable[RevisionRecord]) -> RevisionRecord | None:
 
 
 def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
-    """Return the last revision that ran before the present one; None if there is none.
+    """Return the last revision that ran before the current one; None if there is none.
 
     For a deleted application, this is the last one that ran.
     """

@@ -49,7 +49,7 @@ def rollback(
 ) -> Rollback:
     """Deploy an earlier revision of an application; a repeated call changes nothing.
 
-    A deleted application comes back. If the change fails, the present revision keeps running, as for any
+    A deleted application comes back. If the change fails, the current revision keeps running, as for any
     deploy.
 
     Raises
@@ -90,7 +90,7 @@ def rollback(
         del change[key]
     for key, each in list(change.items()):
         if isinstance(each, BackendRecord) and each.key in tags:
-            # The version has run before, so it replaces the present one without the steps of a rollout.
+            # The version has run before, so it replaces the current one without the steps of a rollout.
             change[key] = replace(each, is_exact=True, rollout=None)
     goal = change.get(f"goal/{goal_id}")
     if isinstance(goal, GoalRecord):
@@ -101,7 +101,7 @@ def rollback(
 def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
     """Return the declared configuration of a revision, so that the declaration matches what runs.
 
-    Applying the present file afterwards is a change again. Until then, nothing is built from it.
+    Applying the current file afterwards is a change again. Until then, nothing is built from it.
     """
     if not revision.config:
         return {}

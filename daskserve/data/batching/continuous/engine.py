@@ -56,7 +56,7 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
                 if span is not None and request.read == 1:
                     span.add_event("first output")
                 if request.is_paused and len(outputs) - request.read <= _RESUMES_AT:
-                    engine.go_on(request)
+                    engine.resume(request)
                 yield output
                 del output
             elif request.has_ended or request.has_left:  # it has left after `step_timeout_s`
@@ -154,9 +154,9 @@ class Engine:
             self.rounds.leave(request)
             raise
 
-    def go_on(self, request: ActiveRequest) -> None:
+    def resume(self, request: ActiveRequest) -> None:
         """Record that the caller of a paused request has caught up."""
-        self.rounds.go_on(request)
+        self.rounds.resume(request)
         self._wake()
 
     def leave(self, request: ActiveRequest) -> None:
@@ -174,7 +174,7 @@ class Engine:
             return False
         # The thread may have paused the request because of outputs that have since been read.
         if self.rounds.is_paused(request):
-            self.go_on(request)
+            self.resume(request)
         return True
 
     # ---- running user code
@@ -347,11 +347,11 @@ def _start_thread(engine: Engine) -> threading.Event:
         while True:
             wake.wait()
             wake.clear()
-            present = ref()
-            if present is None:
+            current = ref()
+            if current is None:
                 return
-            present.run_in_thread()
-            del present
+            current.run_in_thread()
+            del current
 
     start_daemon("daskserve-steps", work)
     return wake

@@ -49,7 +49,7 @@ class BatchStats:
     steps, outputs, preemptions : int
         Totals since the start of the replica.
     running_s : float
-        How long the present step has run, in seconds; 0 if none runs.
+        How long the current step has run, in seconds; 0 if none runs.
     """
 
     active: int = 0
@@ -192,7 +192,7 @@ class ContinuousFunction(InstanceFunction[_State], _Settings):
 
         # the stream keeps the instance alive
         def begin(instance: Any = instance) -> tuple[Engine, ActiveRequest]:
-            engine = state.engines.present(lambda: self._make_engine(state))
+            engine = state.engines.current(lambda: self._make_engine(state))
             return engine, self._request(args, kwargs)
 
         return stream(begin)

@@ -75,7 +75,7 @@ class Rounds:
                 self._left.append(request)
             return True
 
-    def go_on(self, request: ActiveRequest) -> None:
+    def resume(self, request: ActiveRequest) -> None:
         """Include a request in steps again, because its caller has caught up."""
         with self._lock:
             request.is_paused = False

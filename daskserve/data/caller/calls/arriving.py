@@ -17,7 +17,7 @@ from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import Payload
 from daskserve.data.caller.calls.pending import waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError
-from daskserve.internals.handed_requests import read_ahead, reduce_request
+from daskserve.internals.request_pickling import read_ahead, reduce_request
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.importing import import_definition

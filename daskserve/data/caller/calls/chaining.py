@@ -24,7 +24,7 @@ from daskserve.common.types import KeptPayload, Payload
 from daskserve.common.value_places import ValuePlaces
 from daskserve.data.caller.calls.arriving import ArrivingRequest
 from daskserve.data.caller.calls.response import Response
-from daskserve.internals.handed_requests import is_unread
+from daskserve.internals.request_pickling import is_unread
 from daskserve.payload.arguments import ValueSource, take_out
 
 

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any, Literal, cast, overload
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
-from daskserve.cluster.worker.present import find_connection
+from daskserve.cluster.worker.current import find_connection
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import (
     DEFAULT_APPLICATION,

@@ -13,7 +13,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
-from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
+from daskserve.cluster.protocols.base import ClusterConnection, CurrentTask
 from daskserve.loops.event_loop import running_loop, settle
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
@@ -53,8 +53,8 @@ def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio
     """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
-    if loop is connection.loop and (task := connection.present_task()) is not None:
-        _leave_place(task, waiter, call.cancel)
+    if loop is connection.loop and (task := connection.current_task()) is not None:
+        _secede_while_waiting(task, waiter, call.cancel)
 
     def wake(_: PendingCall[Any]) -> None:
         # The call may be cancelled from any thread.
@@ -70,15 +70,17 @@ def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio
     return waiter
 
 
-def _leave_place(task: PresentTask, waiter: asyncio.Future[None], cancel: Callable[[], object]) -> None:
+def _secede_while_waiting(
+    task: CurrentTask, waiter: asyncio.Future[None], cancel: Callable[[], object]
+) -> None:
     stop = task.on_release(cancel)
-    task.leave()
+    task.secede()
 
-    def come_back(_: asyncio.Future[None]) -> None:
+    def rejoin(_: asyncio.Future[None]) -> None:
         stop()
-        task.come_back()
+        task.rejoin()
 
-    waiter.add_done_callback(come_back)
+    waiter.add_done_callback(rejoin)
 
 
 def begin_call(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
+from daskserve.cluster.protocols.base import ClusterConnection, CurrentTask
 from daskserve.data.caller.mapping.backlogs import batches_of
 from daskserve.data.caller.mapping.results import MapResults, OneResult
 from daskserve.data.caller.mapping.rules import Errors, Rules, check_collection, check_max_in_flight
@@ -42,7 +42,7 @@ class BatchCalls:
         items : iterable or asynchronous iterable
             The arguments of the calls, one for each.
         max_in_flight : int, optional
-            Maximum number of calls in flight. Default: as many as the present replicas run.
+            Maximum number of calls in flight. Default: as many as the current replicas run.
         ordered : bool
             Whether the results are in the order of the items, or in the order in which the calls end.
         retries : int
@@ -60,7 +60,7 @@ class BatchCalls:
         check_max_in_flight(max_in_flight)
         handle = batch_handle(self)
         connection: ClusterConnection = handle._process.connection
-        task = connection.present_task() if running_loop() is None else None
+        task = connection.current_task() if running_loop() is None else None
         target = MapTarget(handle, connection.request_ids.next(), task)
         return start_map(target, items, Rules(retries, errors), max_in_flight, ordered=ordered)
 
@@ -121,7 +121,7 @@ class BatchCalls:
         """
         handle: Any = self._plain()
         try:
-            task: PresentTask | None = handle._process.connection.present_task()
+            task: CurrentTask | None = handle._process.connection.current_task()
         except InstanceError:
             if running_loop() is None:
                 raise
@@ -162,7 +162,7 @@ def start_map(
 
 def call_in_task(
     handle: Any,
-    task: PresentTask,
+    task: CurrentTask,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     rules: Rules = Rules(),  # noqa: B008 - it is immutable
@@ -184,7 +184,7 @@ async def _call_when_connected(handle: Any, args: tuple[Any, ...], kwargs: dict[
     return await handle(*args, **kwargs)
 
 
-def read_in_task(results: MapResults, task: PresentTask, read: Callable[[MapResults], T]) -> T:
+def read_in_task(results: MapResults, task: CurrentTask, read: Callable[[MapResults], T]) -> T:
     """Read results in the thread of a Dask task; if Dask releases it, the calls are cancelled."""
     try:
         return read(results)
@@ -194,8 +194,8 @@ def read_in_task(results: MapResults, task: PresentTask, read: Callable[[MapResu
         results.close()
 
 
-def _await_in_task(results: MapResults, task: PresentTask) -> Awaitable[Any]:
-    task.leave()
+def _await_in_task(results: MapResults, task: CurrentTask) -> Awaitable[Any]:
+    task.secede()
 
     async def wait() -> Any:
         try:
@@ -204,7 +204,7 @@ def _await_in_task(results: MapResults, task: PresentTask) -> Awaitable[Any]:
             raise task.reschedule() if task.is_released else error  # noqa: B904
         finally:
             results.close()
-            task.come_back()
+            task.rejoin()
 
     return wait()
 
@@ -222,8 +222,8 @@ class MappedPart:
     def __dask_tokenize__(self) -> Any:
         return (type(self).__name__, self._token)
 
-    def _task(self) -> PresentTask | None:
-        found: PresentTask | None = self._handle._process.connection.present_task()
+    def _task(self) -> CurrentTask | None:
+        found: CurrentTask | None = self._handle._process.connection.current_task()
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

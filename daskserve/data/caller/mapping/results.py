@@ -186,7 +186,7 @@ class MapResults:
         changed = threading.Event()
         self._window.wake = changed.set
         try:
-            if not self._window.has_news():
+            if not self._window.has_results():
                 self._target.wait(changed.wait, self._pause_s())
         finally:
             self._window.wake = None
@@ -223,16 +223,16 @@ class MapResults:
         waiting: set[asyncio.Future[Any]] = {changed}
         if self._arriving is not None:
             waiting.add(self._arriving)
-        task = self._target.connection.present_task()
+        task = self._target.connection.current_task()
         if task is not None:  # this coroutine runs as a Dask task
-            task.leave()
+            task.secede()
         try:
-            if not self._window.has_news():
+            if not self._window.has_results():
                 await asyncio.wait(waiting, timeout=self._pause_s(), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._window.wake = None
             if task is not None:
-                task.come_back()
+                task.rejoin()
 
     def _take_arrived(self) -> None:
         """Start the call of an item that an asynchronous source has yielded, and request the next item."""

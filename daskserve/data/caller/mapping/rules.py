@@ -42,7 +42,7 @@ _OF_ALL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Retry:
     """The call is made again after a pause.
 
     Attributes
@@ -56,7 +56,7 @@ class Again:
 
 
 @dataclass(slots=True)
-class Tries:
+class Attempts:
     """The number of failures of one item."""
 
     failures: int = 0
@@ -84,20 +84,20 @@ class Rules:
         if self.errors not in get_args(Errors):
             raise BadRequestError(f"errors must be 'raise', 'return' or 'skip'; got {self.errors!r}.")
 
-    def after(self, error: BaseException, tries: Tries) -> Again | None:
+    def after(self, error: BaseException, attempts: Attempts) -> Retry | None:
         """Count a failure, and return when to try again; None if the item has failed for good."""
         if isinstance(error, BackPressureError):  # the call has not begun
-            return Again(max(error.retry_after_s, LOST_PAUSE_S))
+            return Retry(max(error.retry_after_s, LOST_PAUSE_S))
         if isinstance(error, UnavailableError) and error.is_retryable and not ends_all(error):
             if isinstance(error, ActorLostError) and (not error.begun or error.is_planned):
-                return Again(LOST_PAUSE_S)  # the item is not the cause
-            tries.losses += 1
-            if tries.losses < MAX_LOSSES:
-                return Again(LOST_PAUSE_S * 2**tries.losses, is_suspect=tries.losses > 1)
+                return Retry(LOST_PAUSE_S)  # the item is not the cause
+            attempts.losses += 1
+            if attempts.losses < MAX_LOSSES:
+                return Retry(LOST_PAUSE_S * 2**attempts.losses, is_suspect=attempts.losses > 1)
             return None
-        tries.failures += 1
+        attempts.failures += 1
         may_pass = not isinstance(error, BadRequestError) and not ends_all(error)
-        return Again(0.0) if may_pass and tries.failures <= self.retries else None
+        return Retry(0.0) if may_pass and attempts.failures <= self.retries else None
 
 
 def ends_all(error: BaseException) -> bool:

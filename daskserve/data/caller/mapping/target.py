@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.cluster.protocols.base import ClusterConnection, PresentTask, Process
+from daskserve.cluster.protocols.base import ClusterConnection, CurrentTask, Process
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import EndpointTag
-from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
+from daskserve.data.caller.blocking import TaskSlot, Wait, refuse_in_loop
 from daskserve.data.caller.mapping.window import Item
 
 
@@ -33,20 +33,22 @@ class MapTarget:
     ----------
     batch_id : str
         Begins the ids of the items.
-    task : PresentTask, optional
+    task : CurrentTask, optional
         The Dask task in whose thread the results are read.
     is_limited : bool
         Whether only as many tasks free their slots as keep the replicas busy, because their inputs are large.
     """
 
     def __init__(
-        self, handle: Any, batch_id: str, task: PresentTask | None = None, *, is_limited: bool = False
+        self, handle: Any, batch_id: str, task: CurrentTask | None = None, *, is_limited: bool = False
     ) -> None:
         self._handle = handle
         self._facts = dict(handle._facts or {})
         self._batch_id = batch_id
         self._process: Process = handle._process
-        self._place = None if task is None else TaskPlace(task, self._replicas if is_limited else _no_limit)
+        self._task_slot = (
+            None if task is None else TaskSlot(task, self._replicas if is_limited else _no_limit)
+        )
 
     @property
     def endpoint(self) -> EndpointTag:
@@ -76,26 +78,26 @@ class MapTarget:
 
     def on_release(self, cancel: Callable[[], object]) -> None:
         """Call ``cancel`` if Dask releases the task before `end`."""
-        if self._place is not None:
-            self._place.on_release(cancel)
+        if self._task_slot is not None:
+            self._task_slot.on_release(cancel)
 
     def check(self) -> None:
         """Raise an error in an event loop, and in a task that was released."""
         refuse_in_loop(self.connection, "`for`", "use `async for`")
-        if self._place is not None:
-            self._place.check()
+        if self._task_slot is not None:
+            self._task_slot.check()
 
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
         """Wait in the thread that reads the results."""
-        if self._place is None:
+        if self._task_slot is None:
             wait(timeout_s)
         else:
-            self._place.wait(wait, timeout_s)
+            self._task_slot.wait(wait, timeout_s)
 
     def end(self) -> None:
         """Record that no more results are read."""
-        if self._place is not None:
-            self._place.end()
+        if self._task_slot is not None:
+            self._task_slot.end()
 
     def send(self, item: Item) -> Any:
         """Start the call of an item, whose id user code reads from its request context."""

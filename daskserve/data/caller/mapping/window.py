@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from daskserve.common.types import EndpointTag
-from daskserve.data.caller.mapping.rules import Rules, Tries
+from daskserve.data.caller.mapping.rules import Attempts, Rules
 
 #: Maximum number of results that wait for an earlier one, as a multiple of the calls in flight.
 ORDERED_AHEAD = 2
@@ -39,15 +39,15 @@ class NotSent:
 
 
 class Item:
-    """One item: its number, its value for retries, and its present call."""
+    """One item: its number, its value for retries, and its current call."""
 
-    __slots__ = ("has_ended", "index", "response", "tries", "value")
+    __slots__ = ("attempts", "has_ended", "index", "response", "value")
 
     def __init__(self, index: int, value: Any) -> None:
         self.index = index
         self.value = value
         self.response: Any = None
-        self.tries = Tries()
+        self.attempts = Attempts()
         self.has_ended = False
 
 
@@ -96,7 +96,7 @@ class Window:
         """The backlog; 0 while no call is in flight, because a paused reader does not need replicas."""
         return self.backlog if self.in_flight > len(self._ended) else 0
 
-    def has_news(self) -> bool:
+    def has_results(self) -> bool:
         """Return whether a call has ended since `advance`."""
         return bool(self._ended)
 
@@ -161,7 +161,7 @@ class Window:
         if item is self._suspect:
             self._suspect = None
         error = item.response.failure()
-        again = None if error is None else self._rules.after(error, item.tries)
+        again = None if error is None else self._rules.after(error, item.attempts)
         if again is None:
             item.has_ended = True
             item.value = None

@@ -13,13 +13,13 @@ from daskserve.common.types import (
     ReplicaTag,
     WorkerAddress,
 )
-from daskserve.data.caller.batch_turns import BatchTurns
+from daskserve.data.caller.deferred_requests import DeferredRequests
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
 #: How long a replica gets no more requests of batch jobs after it refused one although it had free slots.
-ROOM_S = 3.0
-#: The `PooledReplica.batch_room` of a replica that has not refused a request of a batch job.
+BATCH_REFUSAL_S = 3.0
+#: The `PooledReplica.batch_refusal` of a replica that has not refused a request of a batch job.
 NEVER_REFUSED = (-math.inf, 0)
 
 
@@ -28,10 +28,10 @@ class PooledReplica:
 
     __slots__ = (
         "address",
-        "aside",
-        "batch_room",
+        "batch_refusal",
         "busy_since",
         "concurrency",
+        "deferred",
         "handle",
         "has_queued_request",
         "in_flight",
@@ -49,7 +49,7 @@ class PooledReplica:
         "tag",
     )
 
-    #: Takes a request: the replica's own ``handle`` if it is local, or the present connection's function.
+    #: Takes a request: the replica's own ``handle`` if it is local, or the current connection's function.
     handle: Callable[[Envelope], ActorRequest]
 
     def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
@@ -73,10 +73,10 @@ class PooledReplica:
         self.is_full = False
         self.has_queued_request = False
         #: The requests of batch jobs that wait at the replica for a slot.
-        self.aside = BatchTurns()
+        self.deferred = DeferredRequests()
         #: When the replica last refused a batch request although it had free slots, and how many batch
         #: requests it ran at that time; 0 if it accepts none.
-        self.batch_room = NEVER_REFUSED
+        self.batch_refusal = NEVER_REFUSED
         #: How this process reaches the replica's worker; None if that is not known yet.
         self.route: Reachability | None = None
         #: The list that contains the replica while it has room: local, remote or relayed; None after removal.
@@ -97,11 +97,11 @@ class PooledReplica:
         If it has several slots, one is kept for live requests. If it recently refused requests although it
         had free slots, the limit is the number that ran at that time.
         """
-        refused_at, found = self.batch_room
-        return found if now - refused_at < ROOM_S else max(1, self.concurrency - 1)
+        refused_at, found = self.batch_refusal
+        return found if now - refused_at < BATCH_REFUSAL_S else max(1, self.concurrency - 1)
 
     def score(self, now: float) -> float:
         """Return the number of requests at the replica, as far as this process knows."""
         if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
             return self.reported
-        return self.in_flight + self.aside.count
+        return self.in_flight + self.deferred.count

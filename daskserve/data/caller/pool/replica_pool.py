@@ -52,7 +52,7 @@ from daskserve.common.value_places import ValuePlaces
 from daskserve.data.caller.choice import choose, nearest
 from daskserve.data.caller.pool.pooled_replica import REPORT_S, PooledReplica
 from daskserve.data.caller.pool.request_groups import RequestGroups
-from daskserve.data.caller.pool.websocket_cost import TurnMeter
+from daskserve.data.caller.pool.websocket_cost import WebSocketCost
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
 #: How much longer, in seconds and as a factor, the queue of a local replica may be than that of a remote one.
@@ -116,8 +116,8 @@ class ReplicaPool:
         #: and the number of these requests that are queued there.
         self.in_flight = 0
         self.queued = 0
-        #: The turns of this process's WebSockets.
-        self.turns = TurnMeter()
+        #: The cost of the messages of this process's WebSockets.
+        self.websocket_cost = WebSocketCost()
         #: The groups of requests to the replicas of this process; None until there are two to choose from.
         self._groups: RequestGroups | None = None
 
@@ -231,11 +231,11 @@ class ReplicaPool:
                 entry = self._groups.next(now) or _draw(local, self._idle_local, now, rng)
                 self._groups.add(entry, now)
             if remote and entry.score(now) * entry.pace_s > HOP_S:
-                work = _work(entry, now, self.turns)
+                work = _work(entry, now, self.websocket_cost)
                 saved = work - (work * HOP_CPU_S + HOP_S) / entry.pace_s
                 if saved > 0:
                     other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
-                    if saved > LOCAL_FACTOR * _work(other, now, self.turns):
+                    if saved > LOCAL_FACTOR * _work(other, now, self.websocket_cost):
                         entry = other
         elif remote:
             entry = (self._newcomers and self._newcomer()) or (
@@ -297,7 +297,7 @@ class ReplicaPool:
     ) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
         if priority <= BATCH_PRIORITY and ongoing < entry.concurrency:
-            entry.batch_room = (now, ongoing)  # the replica has room for other requests
+            entry.batch_refusal = (now, ongoing)  # the replica has room for other requests
             return
         pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
@@ -376,10 +376,10 @@ class ReplicaPool:
         entry.index = -1
 
 
-def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
+def _work(entry: PooledReplica, now: float, websocket_cost: WebSocketCost) -> float:
     """Return the score of a replica for the choice between local and remote replicas."""
     score = entry.score(now)
-    if entry.sockets and turns.is_light(now, HOP_S):
+    if entry.sockets and websocket_cost.is_light(now, HOP_S):
         return max(0.0, score - entry.sockets)
     return score
 
@@ -390,17 +390,17 @@ def has_room(pool: ReplicaPool, now: float) -> bool:
     return bool(pool._local or pool._remote or pool._relayed or pool._full)
 
 
-def set_aside(pool: ReplicaPool, entry: PooledReplica) -> None:
-    """Record that a request of a batch job waits at a replica for its slot, until `come_back`."""
-    entry.aside.count += 1
+def defer(pool: ReplicaPool, entry: PooledReplica) -> None:
+    """Record that a request of a batch job waits at a replica for its slot, until `end_deferral`."""
+    entry.deferred.count += 1
     entry.in_flight -= 1
     if entry.index < 0:
         pool._add(entry)
 
 
-def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
-    """Record that a request that was set aside has its slot, or was refused."""
-    entry.aside.count -= 1
+def end_deferral(pool: ReplicaPool, entry: PooledReplica) -> None:
+    """Record that a request that was deferred has its slot, or was refused."""
+    entry.deferred.count -= 1
     entry.in_flight += 1
     if entry.index >= 0 and entry.in_flight >= entry.concurrency:
         pool._remove(entry)

@@ -22,7 +22,7 @@ PACE_WEIGHT = 0.02
 
 
 class RequestGroups:
-    """The present group, and how fast the replicas of this process answer together."""
+    """The current group, and how fast the replicas of this process answer together."""
 
     __slots__ = ("_answered_at", "_began_at", "_left", "_pace_s", "_replica")
 
@@ -33,7 +33,7 @@ class RequestGroups:
         self._pace_s = GROUP_S
 
     def next(self, now: float) -> PooledReplica | None:
-        """Return the replica of the present group; None if the group is complete, or the replica is full."""
+        """Return the replica of the current group; None if the group is complete, or the replica is full."""
         replica = self._replica
         is_open = self._left > 0 and now - self._began_at < GROUP_S
         if is_open and replica is not None and replica.index >= 0 and not replica.is_full:
@@ -42,7 +42,7 @@ class RequestGroups:
         return None
 
     def add(self, replica: PooledReplica, now: float) -> None:
-        """Add a request to the present group, or begin one with it after `next` has returned None."""
+        """Add a request to the current group, or begin one with it after `next` has returned None."""
         if self._left > 0:
             self._left -= 1
         else:

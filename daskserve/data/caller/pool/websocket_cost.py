@@ -17,8 +17,8 @@ TURN_WEIGHT = 0.02
 MAX_TURN_S = 0.004
 
 
-class TurnMeter:
-    """The turns of the WebSockets that this process has at its own replicas of one backend."""
+class WebSocketCost:
+    """The mean CPU time per message of the WebSockets at this process's own replicas of one backend."""
 
     __slots__ = ("_busy_before_s", "_busy_s", "_count", "_share", "_since", "_turn_s")
 

@@ -30,7 +30,7 @@ from daskserve.common.types import (
 )
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
-from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
+from daskserve.data.caller.request_routers.errors import RouterErrors
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
     DeploymentID,
@@ -40,9 +40,9 @@ from daskserve.data.caller.request_routers.interface import (
     RunningReplica,
     Setup,
 )
+from daskserve.data.caller.request_routers.loading import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.plain import has_own
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
-from daskserve.data.caller.request_routers.trouble import RouterTrouble
 from daskserve.data.caller.sessions import session_in
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.pickled import PICKLED
@@ -98,7 +98,7 @@ class RequestRouting:
         self._stats: Mapping[str, Mapping[str, Any]] = {}
         self._known: dict[str, RunningReplica] = {}
         shown = "" if setup.router.startswith(PICKLED) else f" {setup.router}"
-        self.trouble = RouterTrouble(f"the request router{shown}", tag, self._loop.time)
+        self.errors = RouterErrors(f"the request router{shown}", tag, self._loop.time)
         self._thread: RouterThread | None = None
         self._router: RequestRouter | None = None
         self._notes_routed = self._notes_completed = False
@@ -110,10 +110,10 @@ class RequestRouting:
             try:
                 self._ready(self._made(kind))
             except Exception as error:  # the kwargs were checked by another version
-                self.trouble.note(RouterError("load", f"cannot be made: {summary_of(error)}"))
+                self.errors.note(RouterError("load", f"cannot be made: {summary_of(error)}"))
         else:
             self._thread = RouterThread(f"daskserve-router-{tag}")
-            self._thread.tell(self._load, setup.router)
+            self._thread.post(self._load, setup.router)
 
     # ---- creating the router
 
@@ -128,7 +128,7 @@ class RequestRouting:
             router = self._made(load_router(named))
         except BaseException as error:  # SystemExit would end the thread
             text = f"cannot be loaded: {summary_of(error)}"
-            self._post(self.trouble.note, RouterError("load", text))
+            self._post(self.errors.note, RouterError("load", text))
         else:
             self._post(self._ready, router)
 
@@ -190,14 +190,14 @@ class RequestRouting:
         request = self.request_of(envelope)
         request.replica = None
         if self._router is None or (self._thread is not None and not self._thread.is_usable):
-            if self.trouble.text:  # otherwise the router is still being loaded
-                self.trouble.count("load" if self._router is None else "late")
+            if self.errors.text:  # otherwise the router is still being loaded
+                self.errors.count("load" if self._router is None else "late")
             return _take_without(self, other(), now)
         try:
             taken = self._pool.take(now, self._rng, lambda _: self._pick(request))
         except RouterError as error:
-            self.trouble.note(error)
-            self.trouble.count(error.kind)
+            self.errors.note(error)
+            self.errors.count(error.kind)
             return _take_without(self, other(), now)
         if taken is None:
             return None
@@ -206,7 +206,7 @@ class RequestRouting:
         self._attempts = 0
         if self._notes_routed:
             result = ReplicaResult(chosen.replica_id, request.metadata.request_id)
-            self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
+            self._notify(self._router.on_request_routed, request, chosen.replica_id, result)
         return taken
 
     def _pick(self, request: PendingRequest, but: str = "") -> PooledReplica | None:
@@ -297,7 +297,7 @@ class RequestRouting:
         self._show_facts()
         self._replicas = list(self._known.values())
         self._seen = entries
-        self._tell(router.update_replicas, [*self._replicas])
+        self._notify(router.update_replicas, [*self._replicas])
 
     def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
         """Record how a request has ended at a replica; None if the end says nothing about the replica.
@@ -324,30 +324,30 @@ class RequestRouting:
         replica.latency_s = changed if is_good else max(latency_s, changed)
         request.has_failed = False
         if self._notes_completed and self._router is not None:
-            self._tell(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
+            self._notify(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
 
-    def _tell(self, function: Callable[..., Any], *args: Any) -> None:
+    def _notify(self, function: Callable[..., Any], *args: Any) -> None:
         if self._thread is None:
-            self._told(function, *args)
+            self._call(function, *args)
         else:
-            self._thread.tell(self._told, function, *args)
+            self._thread.post(self._call, function, *args)
 
-    def _told(self, function: Callable[..., Any], *args: Any) -> None:
+    def _call(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
         except BaseException as error:  # user code may raise anything, even SystemExit
             text = f"raised {summary_of(error)} in {getattr(function, '__name__', 'a method')}"
-            self._post(self.trouble.note, RouterError("error", text))
+            self._post(self.errors.note, RouterError("error", text))
 
-    # ---- trouble
+    # ---- errors
 
-    def present_trouble(self) -> str:
-        """Return the present failure of the router; empty if there is none."""
-        return self.trouble.present(is_made=self._router is not None)
+    def current_error(self) -> str:
+        """Return the current failure of the router; empty if there is none."""
+        return self.errors.current(is_made=self._router is not None)
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
         """Return the metric samples."""
-        return self.trouble.samples(labels)
+        return self.errors.samples(labels)
 
     # ---- sessions
 
@@ -400,6 +400,6 @@ def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float
     try:
         return routing._pool.take(now, routing._rng, lambda _: routing._pick(request, tag))
     except RouterError as error:
-        routing.trouble.note(error)
-        routing.trouble.count(error.kind)
+        routing.errors.note(error)
+        routing.errors.count(error.kind)
         return None

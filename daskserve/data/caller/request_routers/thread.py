@@ -59,7 +59,7 @@ class RouterThread:
         self._penalty_s = PENALTY_S
         self._not_before = 0.0
         self._late: _Ask | None = None
-        self._told = self._heard = 0
+        self._posted = self._finished = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._needs_loop = False
         # A new context, not that of the first request.
@@ -126,17 +126,17 @@ class RouterThread:
             raise job.error
         return job.value
 
-    def tell(self, function: Callable[..., Any], *args: Any) -> None:
+    def post(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function in the thread without waiting; the function must handle its own errors."""
-        if self._told - self._heard < MAX_BEHIND:
-            self._told += 1
-            self._put(partial(self._hear, function, *args))
+        if self._posted - self._finished < MAX_BEHIND:
+            self._posted += 1
+            self._put(partial(self._run_posted, function, *args))
 
-    def _hear(self, function: Callable[..., Any], *args: Any) -> None:
+    def _run_posted(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
         finally:
-            self._heard += 1
+            self._finished += 1
 
     def finished(self, coroutine: Coroutine[Any, Any, Any], again: Callable[[], Any]) -> Any:
         """Return the result of a coroutine; runs in the thread.

@@ -6,7 +6,7 @@ from typing import Any
 
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, described
-from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.controller_watch import ControllerWatch
 from daskserve.errors import (
     CodeUnavailableError,
     DeploymentIsBeingDeletedError,
@@ -18,11 +18,11 @@ from daskserve.errors import (
 class ReplicaAvailability:
     """What a router knows about the availability of a backend's replicas."""
 
-    def __init__(self, tag: BackendTag, contact: ControllerContact) -> None:
+    def __init__(self, tag: BackendTag, controller_watch: ControllerWatch) -> None:
         self._tag = tag
         self._kind = "deployment"
         #: Whether there is a controller that could start a replica.
-        self.contact = contact
+        self.controller_watch = controller_watch
         #: Whether the backend was deleted.
         self.is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
@@ -50,7 +50,7 @@ class ReplicaAvailability:
         """Return whether there is or may soon be a replica for the waiting requests."""
         if self.is_deleted or self._ending is not None:
             return False
-        return has_replicas or not (self._is_off or self._unloadable or self.contact.is_lost)
+        return has_replicas or not (self._is_off or self._unloadable or self.controller_watch.is_lost)
 
     def ending_error(self) -> UnavailableError | None:
         """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
@@ -77,7 +77,7 @@ class ReplicaAvailability:
                 f"{what} is unavailable because its code is lost or cannot be loaded: {self._unloadable}"
             )
         if not self._is_off:
-            return self.contact.error(what)
+            return self.controller_watch.error(what)
         return UnavailableError(
             f"{what} has no replicas because the target capacity of its instance is 0 %.", is_public=True
         )

@@ -29,7 +29,7 @@ PERIOD_S = 1.0
 #: Period while requests wait without replicas: their number decides how many replicas start.
 STARVING_PERIOD_S = 0.25
 #: Period of the reports if only failures of a user's request router need to be reported.
-TROUBLE_PERIOD_S = 5.0
+ERROR_PERIOD_S = 5.0
 #: Delay of an urgent report: the first report of a burst should count all of its requests.
 GATHER_S = 0.02
 #: Delay before the next report after one failed, for example because the controller is being replaced.
@@ -84,7 +84,7 @@ class LoadReports:
         self._backlogs = backlogs
         self._is_watched = False
         #: For each backend, a function that returns the error of its request router; empty if there is none.
-        self._troubles: dict[BackendTag, Callable[[], str]] = {}
+        self._errors: dict[BackendTag, Callable[[], str]] = {}
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +92,7 @@ class LoadReports:
         #: Whether the last report may have shown load, so that its end must be reported.
         self._has_reported_load = False
 
-    def poke(self, *, is_urgent: bool) -> None:
+    def report_soon(self, *, is_urgent: bool) -> None:
         """Make sure that the queues are reported, at once if urgent."""
         if is_urgent:
             self._is_urgent.set()
@@ -100,22 +100,22 @@ class LoadReports:
             self._task = asyncio.create_task(self._run(), name="daskserve-load-reports")
             self._task.add_done_callback(self._note_end)
 
-    def watch_router(self, tag: BackendTag, trouble: Callable[[], str] | None) -> Callable[[], None]:
+    def watch_router(self, tag: BackendTag, error: Callable[[], str] | None) -> Callable[[], None]:
         """Start or stop reporting failures of a request router; return a function that reports them now."""
-        if trouble is None:
-            self._troubles.pop(tag, None)
+        if error is None:
+            self._errors.pop(tag, None)
         else:
-            self._troubles[tag] = trouble
-        return partial(self.poke, is_urgent=True)
+            self._errors[tag] = error
+        return partial(self.report_soon, is_urgent=True)
 
-    def _router_troubles(self) -> dict[BackendTag, str]:
-        return {backend_of(tag): text for tag, trouble in self._troubles.items() if (text := trouble())}
+    def _router_errors(self) -> dict[BackendTag, str]:
+        return {backend_of(tag): text for tag, error in self._errors.items() if (text := error())}
 
     def note_watched(self, value: Any) -> None:
         """Start or stop reporting live metrics."""
         self._is_watched = bool(value)
         if self._is_watched:
-            self.poke(is_urgent=False)
+            self.report_soon(is_urgent=False)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._task = None
@@ -136,13 +136,13 @@ class LoadReports:
         }
 
     async def _run(self) -> None:
-        had_troubles = False
+        had_errors = False
         while not self._cluster.is_ended:
-            queues, troubles = self._reported(), self._router_troubles()
-            is_only_trouble = not queues and not self._is_watched
-            if is_only_trouble and not troubles and not had_troubles:
+            queues, errors = self._reported(), self._router_errors()
+            has_only_errors = not queues and not self._is_watched
+            if has_only_errors and not errors and not had_errors:
                 break
-            pause_s = TROUBLE_PERIOD_S if is_only_trouble else PERIOD_S
+            pause_s = ERROR_PERIOD_S if has_only_errors else PERIOD_S
             if self._is_urgent.is_set():
                 await self._clock.sleep(GATHER_S)
             self._is_urgent.clear()
@@ -158,13 +158,11 @@ class LoadReports:
                 if each.versions is not None and (counted := each.versions.plain()):
                     versions[tag] = counted
             is_needed = loads or versions or self._has_reported_load or self._is_watched
-            if (is_needed or troubles or had_troubles) and not await self._send_report(
-                loads, versions, troubles
-            ):
+            if (is_needed or errors or had_errors) and not await self._send_report(loads, versions, errors):
                 pause_s = REPORT_RETRY_S
             elif any(each.is_starving for each in queues.values()):
                 pause_s = STARVING_PERIOD_S
-            had_troubles = bool(troubles)
+            had_errors = bool(errors)
             try:
                 await self._clock.wait_for(self._is_urgent.wait(), pause_s)
             except TimeoutError:
@@ -188,15 +186,15 @@ class LoadReports:
         self,
         loads: Mapping[BackendTag, list[int]],
         versions: Mapping[BackendTag, dict[str, Any]],
-        troubles: Mapping[BackendTag, str],
+        errors: Mapping[BackendTag, str],
     ) -> bool:
         """Send a report; return whether no retry is needed."""
         self._has_reported_load = True
         try:
             controller = await self._cluster.controller()
             message = {"router": self._name, "loads": loads} | ({"versions": versions} if versions else {})
-            if troubles:
-                message["troubles"] = troubles
+            if errors:
+                message["troubles"] = errors
             if self._is_watched:
                 message["live"] = self._live()
             call = self._cluster.call(controller, "report_load", **message)

@@ -1,7 +1,7 @@
 """A request that is queued at a full replica, as its router sees it.
 
 A request of a batch job may be queued at a replica although that has free slots, which it keeps for live
-requests. Then the request is set aside: the router goes on to send live requests to that replica.
+requests. Then the request is deferred: the router goes on to send live requests to that replica.
 
 `daskserve.data.replica.requests.slots` is the replica's side.
 """
@@ -25,8 +25,8 @@ from daskserve.common.types import (
     Send,
 )
 from daskserve.data.caller.choice import choose
-from daskserve.data.caller.pool.pooled_replica import ROOM_S, PooledReplica
-from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S, ReplicaPool, come_back, set_aside
+from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S, PooledReplica
+from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S, ReplicaPool, defer, end_deferral
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
@@ -45,28 +45,28 @@ def place_in_queue(
     now: float,
     rng: random.Random,
 ) -> tuple[PooledReplica, bool, bool]:
-    """Return the replica for a request, whether it is sent to the queue there, and whether it is set aside.
+    """Return the replica for a request, whether it is sent to the queue there, and whether it is deferred.
 
     This is the replica that was taken for it, unless that replica accepts no requests of batch jobs.
     """
-    refused_at, ongoing = replica.batch_room
-    if now - refused_at >= ROOM_S or priority_of(envelope) > BATCH_PRIORITY:
+    refused_at, ongoing = replica.batch_refusal
+    if now - refused_at >= BATCH_REFUSAL_S or priority_of(envelope) > BATCH_PRIORITY:
         return replica, replica.has_queued_request, False
     if not ongoing and not envelope.model_id and envelope.routed is None:
         others = [each for each in pool.entries().values() if _takes_batches(each, now)]
         if others:
             other = choose(others, now, rng)
             pool.leave_queue(replica)
-            set_aside(pool, replica)  # not counted there, because the request goes to the other replica
-            replica.aside.count -= 1
+            defer(pool, replica)  # not counted there, because the request goes to the other replica
+            replica.deferred.count -= 1
             other.in_flight += 1
             return other, True, True
     return replica, True, not replica.has_queued_request
 
 
 def _takes_batches(replica: PooledReplica, now: float) -> bool:
-    refused_at, ongoing = replica.batch_room
-    is_kept_free = not ongoing and now - refused_at < ROOM_S
+    refused_at, ongoing = replica.batch_refusal
+    is_kept_free = not ongoing and now - refused_at < BATCH_REFUSAL_S
     return not (is_kept_free or replica.is_suspended or replica.route is Reachability.NONE)
 
 
@@ -79,8 +79,8 @@ class QueuedRequest:
         Records the time in the queue.
     on_slot : callable
         Called when the request has its slot, so that the router may send the next one.
-    is_aside : bool
-        Whether it is set aside, as one of a batch job.
+    is_deferred : bool
+        Whether it is deferred, as one of a batch job.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class QueuedRequest:
         on_slot: Callable[[], None],
         priority: int,
         *,
-        is_aside: bool,
+        is_deferred: bool,
     ) -> None:
         self._pool = pool
         self._replica = replica
@@ -104,9 +104,9 @@ class QueuedRequest:
         self._priority = priority
         self._began = stopwatch()
         self._has_left = self._has_turn = False
-        self._is_aside = is_aside
-        if is_aside:
-            set_aside(pool, replica)
+        self._is_deferred = is_deferred
+        if is_deferred:
+            defer(pool, replica)
 
     async def respond(self, envelope: Envelope, receive: Receive, since: float) -> Load:
         """Send the request to its replica, and pass on the response; ``since`` is when it was first queued.
@@ -117,9 +117,9 @@ class QueuedRequest:
             It had no slot in time, or the replica's queue is full.
         """
         try:
-            if self._is_aside:
+            if self._is_deferred:
                 self._on_slot()  # the replica also has room for the next requests
-                await self._replica.aside.take()
+                await self._replica.deferred.wait()
                 self._has_turn = True
             left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
             queue_timeout = QueueTimeout(left_s, self._clock.now() - since, self._priority)
@@ -148,7 +148,7 @@ class QueuedRequest:
         if not self._has_left:
             self._has_left = True
             if self._has_turn:
-                self._replica.aside.give_back()
-            leave = come_back if self._is_aside else ReplicaPool.leave_queue
+                self._replica.deferred.release()
+            leave = end_deferral if self._is_deferred else ReplicaPool.leave_queue
             leave(self._pool, self._replica)
             self._waits.observe(stopwatch() - self._began)

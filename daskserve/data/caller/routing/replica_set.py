@@ -26,7 +26,7 @@ from daskserve.data.caller.pool.pooled_replica import NEVER_REFUSED, PooledRepli
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers.routing import noting_failure
 from daskserve.data.caller.routing.availability import ReplicaAvailability
-from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.controller_watch import ControllerWatch
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
@@ -40,10 +40,10 @@ from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError
 from daskserve.loops.alarm import Alarm
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
-from daskserve.telemetry.tracing.current import way_finder
+from daskserve.telemetry.tracing.current import routing_span_starter
 
 if TYPE_CHECKING:
-    from daskserve.telemetry.tracing.routing import Way
+    from daskserve.telemetry.tracing.routing import RoutingSpan
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
@@ -65,7 +65,7 @@ class ReplicaSet:
         *,
         suspects: Suspects,
         waiting_calls: WaitingCalls,
-        contact: ControllerContact,
+        controller_watch: ControllerWatch,
         reports: LoadReports,
         watch_facts: WatchFacts,
     ) -> None:
@@ -84,7 +84,7 @@ class ReplicaSet:
         #: The replicas.
         self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
         #: Whether waiting requests can expect a replica.
-        self.availability = ReplicaAvailability(backend_of(tag), contact)
+        self.availability = ReplicaAvailability(backend_of(tag), controller_watch)
         #: The two versions during a rollout, in which these replicas are the old version; otherwise None.
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
@@ -169,7 +169,7 @@ class ReplicaSet:
 
     def _report_load(self) -> None:
         if self.is_autoscaled or self.versions is not None:
-            self._reports.poke(is_urgent=self.is_starving)
+            self._reports.report_soon(is_urgent=self.is_starving)
 
     def split(self, candidate: ReplicaSet | None, versions: Versions | None) -> None:
         """Begin or end the split of the requests between these replicas and those of a new version."""
@@ -210,10 +210,10 @@ class ReplicaSet:
         envelope: Envelope | None,
         *,
         was_queued: bool,
-        way: Way | None = None,
+        span: RoutingSpan | None = None,
     ) -> None:
-        if way is not None:
-            way.refused(error, replica.tag)
+        if span is not None:
+            span.refused(error, replica.tag)
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
             priority = 0 if envelope is None else self._waiting.priority_of(envelope)
@@ -264,7 +264,7 @@ class ReplicaSet:
         receive: Receive,
         send: Send,
         is_rejected: bool,
-        way: Way | None = None,
+        span: RoutingSpan | None = None,
         taken: PooledReplica | None = None,
     ) -> None:
         replay = trial = since = load = None
@@ -277,32 +277,32 @@ class ReplicaSet:
                 if self._waiting.routing is not None:
                     await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=self.pool.turns.note)
+                envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
         self.metrics.sent += not is_rejected
         while True:
             found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None
-            replica = found or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
-            is_queued, is_aside = replica.has_queued_request, False
-            if replica.batch_room is not NEVER_REFUSED:
-                replica, is_queued, is_aside = place_in_queue(
+            replica = found or await _turn_of(self, self._wait(is_rejected, trial, envelope), span)
+            is_queued, is_deferred = replica.has_queued_request, False
+            if replica.batch_refusal is not NEVER_REFUSED:
+                replica, is_queued, is_deferred = place_in_queue(
                     self.pool, replica, envelope, self._waiting.priority_of, self._clock.now(), self._rng
                 )
-            if way is not None:
-                way.sent(replica.tag, replica.address.worker, is_queued=is_queued)
+            if span is not None:
+                span.sent(replica.tag, replica.address.worker, is_queued=is_queued)
             replica.sockets += is_socket
             try:
                 if replica.route is None:
                     await self._waiting_calls.during(self._routes.connect(replica.address.worker))
                 if is_queued:
                     since = self._clock.now() if since is None else since
-                    load = await self._in_queue(replica, envelope, receive, send, since, is_aside)
+                    load = await self._in_queue(replica, envelope, receive, send, since, is_deferred)
                 else:
                     load = await replica.handle(envelope).respond(receive, send)
                 if trial is not None:
                     trial.passed()
                 return
             except (ReplicaBusyError, ActorLostError) as error:
-                self._note_refusal(replica, error, envelope, was_queued=is_queued, way=way)
+                self._note_refusal(replica, error, envelope, was_queued=is_queued, span=span)
                 if replay is None and envelope.kind is EnvelopeKind.HTTP:
                     replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
@@ -326,11 +326,15 @@ class ReplicaSet:
         receive: Receive,
         send: Send,
         since: float,
-        is_aside: bool,
+        is_deferred: bool,
     ) -> Coroutine[Any, Any, Load]:
-        priority, waits = self._waiting.priority_of(envelope), self.metrics.waits
+        priority, waits, on_slot = (
+            self._waiting.priority_of(envelope),
+            self.metrics.waits,
+            self._serve_waiting,
+        )
         queued = QueuedRequest(
-            self.pool, replica, self._clock, send, waits, self._serve_waiting, priority, is_aside=is_aside
+            self.pool, replica, self._clock, send, waits, on_slot, priority, is_deferred=is_deferred
         )
         return queued.respond(envelope, receive, since)
 
@@ -348,7 +352,7 @@ class ReplicaSet:
             self._waiting.put(waiter, envelope, is_first=is_rejected)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
-            self.availability.contact.watch()
+            self.availability.controller_watch.watch()
         if self._waiting.is_selective:
             self._serve_waiting()  # earlier requests may wait for other replicas
         self._set_alarm()
@@ -419,19 +423,19 @@ async def _send_traced(
     replicas: ReplicaSet, envelope: Envelope, receive: Receive, send: Send, *, is_rejected: bool
 ) -> None:
     shared = getattr(replicas._cluster, "shared", _NOTHING)
-    way = way_finder()(shared, envelope.head, backend_of(replicas.tag))
-    if way is None:
+    span = routing_span_starter()(shared, envelope.head, backend_of(replicas.tag))
+    if span is None:
         await replicas._send(envelope, receive, send, is_rejected)
         return
     failure: BaseException | None = None
-    envelope = envelope.with_head({**envelope.head, TRACE: way.carrier})
+    envelope = envelope.with_head({**envelope.head, TRACE: span.carrier})
     try:
-        await replicas._send(envelope, receive, send, is_rejected, way)
+        await replicas._send(envelope, receive, send, is_rejected, span)
     except BaseException as error:
         failure = error
         raise
     finally:
-        way.finish(failure)
+        span.finish(failure)
         del failure  # otherwise an error's traceback refers to this frame, and this frame to the error
 
 
@@ -452,11 +456,11 @@ def _take(replicas: ReplicaSet, envelope: Envelope) -> PooledReplica | None:
 
 
 def _turn_of(
-    replicas: ReplicaSet, turn: Coroutine[Any, Any, PooledReplica], way: Way | None
+    replicas: ReplicaSet, turn: Coroutine[Any, Any, PooledReplica], span: RoutingSpan | None
 ) -> Coroutine[Any, Any, PooledReplica]:
-    if way is None:
+    if span is None:
         return turn
-    return way.wait(
+    return span.wait(
         turn,
         waiting=replicas.waiting,
         ongoing=replicas.in_flight,

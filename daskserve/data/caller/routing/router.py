@@ -35,11 +35,11 @@ from daskserve.common.types import (
 from daskserve.data.caller.body_rules import BodyLimits, combined
 from daskserve.data.caller.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.mapping.backlogs import backlogs, batches_of
-from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.controller_watch import ControllerWatch
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
-from daskserve.data.caller.routing.shadow import Answer, Shadow, ShadowBudget, send_with_copies
+from daskserve.data.caller.routing.shadow import Shadow, ShadowBudget, ShadowResponse, send_with_copies
 from daskserve.data.caller.routing.suspects.suspects import Suspects
 from daskserve.data.caller.routing.versions import OLD, Versions, backend_of, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
@@ -281,7 +281,7 @@ class Routers:
             lambda: {tag: each.calls for tag, each in self._routers.items()},
             lambda: backlogs(batches_of(self._shared), lambda tag: self.router(tag).backends),
         )
-        self._contact = ControllerContact(listener, clock, self._starving)
+        self._controller_watch = ControllerWatch(listener, clock, self._starving)
         #: The workers that do not answer the controller.
         self._silent: frozenset[WorkerAddress] = frozenset()
         self._routes = routes
@@ -381,7 +381,7 @@ class Routers:
             self._routes,
             suspects=self.suspects,
             waiting_calls=self._waiting_calls,
-            contact=self._contact,
+            controller_watch=self._controller_watch,
             reports=self._reports,
             watch_facts=partial(self._watch_facts, tag),
         )
@@ -408,7 +408,7 @@ class Routers:
         elif (new := self._sets.get(candidate_of(replicas.tag))) is not None:
             self._update_left(new, value)
         if replicas.is_starving:
-            self._contact.watch()
+            self._controller_watch.watch()
 
     def _update_left(self, new: ReplicaSet, value: Any) -> None:
         """Apply the state of a backend to the set of an ended rollout, until its requests have ended."""
@@ -429,7 +429,7 @@ class Routers:
                 versions = Versions(rollout, replicas.tag, replicas.send, new.send, self.clock.now)
                 replicas.split(new, versions.after(before))
         if new.is_starving:
-            self._contact.watch()
+            self._controller_watch.watch()
         for router in self._routers.values():
             if replicas.tag in router.backends:
                 router.find_only()
@@ -447,7 +447,9 @@ class Routers:
                     found += each.samples(instance, router.endpoint)
         return found
 
-    def send_shadow(self, backend: BackendTag, envelope: Envelope, answer: Answer | None = None) -> Shadow:
+    def send_shadow(
+        self, backend: BackendTag, envelope: Envelope, answer: ShadowResponse | None = None
+    ) -> Shadow:
         """Send a copy of a request; put the request's messages into the returned shadow."""
         copied = replace(envelope, has_started=bool, call=None)
         send_to = self.replica_set(backend).send
@@ -456,7 +458,7 @@ class Routers:
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():
             each.pool.forget_worker(worker)
-        self._contact.watch()
+        self._controller_watch.watch()
 
     def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
         """Fail requests at workers that do not answer; idempotent requests go to other replicas."""
@@ -482,7 +484,7 @@ class Routers:
         while self._watches:
             self._watches.popitem()[1]()
         self._reports.close()
-        self._contact.close()
+        self._controller_watch.close()
         self._shadows.cancel()
         for replicas in self._sets.values():
             replicas.close()

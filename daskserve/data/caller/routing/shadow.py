@@ -59,7 +59,7 @@ class Shadow:
         The set that owns the task of the copy.
     room : ShadowBudget
         Shared by all shadows of the process.
-    answer : Answer, optional
+    answer : ShadowResponse, optional
         Keeps the answer to the copy.
     """
 
@@ -70,7 +70,7 @@ class Shadow:
         send_to: SendTo,
         tasks: TaskSet,
         room: ShadowBudget,
-        answer: Answer | None = None,
+        answer: ShadowResponse | None = None,
     ) -> None:
         self._answer = answer
         self._room = room
@@ -163,8 +163,8 @@ async def send_with_copies(
             copy.end()
 
 
-class Answer:
-    """The answer to a request, up to `MAX_COMPARED_BYTES`; see `HTTPAnswer` for HTTP."""
+class ShadowResponse:
+    """The answer to a request, up to `MAX_COMPARED_BYTES`; see `HTTPShadowResponse` for HTTP."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -196,13 +196,13 @@ class Answer:
         start = next((each for each in self._messages if "status" in each), None)
         if start is not None:
             bodies = (each.get("body", b"") for each in self._messages)
-            return HTTPAnswer(start["status"], tuple(map(tuple, start["headers"])), b"".join(bodies))
+            return HTTPShadowResponse(start["status"], tuple(map(tuple, start["headers"])), b"".join(bodies))
         values = [each["payload"].load() for each in self._messages if "payload" in each]
         return values[0] if len(values) == 1 else values
 
 
 @dataclass(frozen=True, slots=True)
-class HTTPAnswer:
+class HTTPShadowResponse:
     """An HTTP response, for a function that compares two of them."""
 
     status: int
@@ -210,7 +210,7 @@ class HTTPAnswer:
     body: bytes
 
 
-class AnswerComparer:
+class ResponseComparer:
     """Compares the answers of shadowed requests in a thread, one after another.
 
     Parameters
@@ -246,7 +246,9 @@ class AnswerComparer:
         """Record that a copied request is not compared."""
         self._pending -= 1
 
-    async def compare(self, name: str, old: Answer, new: Answer, copy: asyncio.Task[None]) -> None:
+    async def compare(
+        self, name: str, old: ShadowResponse, new: ShadowResponse, copy: asyncio.Task[None]
+    ) -> None:
         """Compare two answers once the copy is answered."""
         try:
             await asyncio.wait([copy])
@@ -275,7 +277,7 @@ class AnswerComparer:
         self.failed += 1
         self.trouble = trouble[:MAX_SAMPLE]
 
-    def _difference(self, old: Answer, new: Answer) -> tuple[str, str]:
+    def _difference(self, old: ShadowResponse, new: ShadowResponse) -> tuple[str, str]:
         """Return the difference between two answers, and why they cannot be compared; empty texts if none."""
         before, after = _shown_value(old), _shown_value(new)
         if isinstance(before, BaseException) or isinstance(after, BaseException):
@@ -297,7 +299,7 @@ class AnswerComparer:
         return [self.compared, self.different, list(self.samples), self.failed, self.trouble]
 
 
-def _shown_value(answer: Answer) -> Any:
+def _shown_value(answer: ShadowResponse) -> Any:
     try:
         return answer.value()
     except BaseException as error:  # raised by user code or unpickling; this thread runs nothing else
@@ -310,7 +312,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _equal(before: Any, after: Any) -> Any:
-    if isinstance(before, HTTPAnswer) and isinstance(after, HTTPAnswer):
+    if isinstance(before, HTTPShadowResponse) and isinstance(after, HTTPShadowResponse):
         return (before.status, before.body) == (after.status, after.body)
     return before == after
 
@@ -318,7 +320,7 @@ def _equal(before: Any, after: Any) -> Any:
 def _short(value: Any) -> str:
     if isinstance(value, BaseException):
         return summary_of(value)[:MAX_SHOWN]
-    if isinstance(value, HTTPAnswer):
+    if isinstance(value, HTTPShadowResponse):
         return f"{value.status} {value.body[:MAX_SHOWN]!r}"
     try:
         return repr(value)[:MAX_SHOWN]

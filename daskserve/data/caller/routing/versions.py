@@ -13,7 +13,13 @@ from typing import Any
 
 from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
 from daskserve.data.caller.choice import shard_draw
-from daskserve.data.caller.routing.shadow import Answer, AnswerComparer, SendTo, Shadow, send_with_copies
+from daskserve.data.caller.routing.shadow import (
+    ResponseComparer,
+    SendTo,
+    Shadow,
+    ShadowResponse,
+    send_with_copies,
+)
 from daskserve.data.caller.sessions import session_in
 from daskserve.data.version_counts import is_socket, sent
 from daskserve.errors import NotFoundError
@@ -63,7 +69,7 @@ class Versions:
         self._names: list[str] = value["names"]
         self._sticky: str | None = value["sticky"]
         self._shadow: float = value.get("shadow", 0.0)
-        self.comparer = AnswerComparer(value.get("compare"))
+        self.comparer = ResponseComparer(value.get("compare"))
         self._counters = {NEW: VersionCounter(), OLD: VersionCounter()}
 
     def after(self, before: Versions | None) -> Versions:
@@ -96,10 +102,10 @@ class Versions:
         return self._count(version, envelope, receive, send)
 
     async def send_compared(
-        self, send_copy: Callable[[Answer], Shadow], envelope: Envelope, receive: Receive, send: Send
+        self, send_copy: Callable[[ShadowResponse], Shadow], envelope: Envelope, receive: Receive, send: Send
     ) -> None:
         """Send a request to the old version and a copy to the new one, and compare the answers."""
-        old, new = Answer(), Answer()
+        old, new = ShadowResponse(), ShadowResponse()
 
         def note(message: Message) -> Awaitable[None]:
             old.note(message)

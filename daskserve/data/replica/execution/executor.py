@@ -85,14 +85,14 @@ class UserExecutor:
         #: Runs probes only, so that they need not wait for requests.
         self.reserved: UserThreads
         #: Runs neither requests nor probes: a function that hangs here blocks no other code.
-        self.aside: UserThreads
+        self.background: UserThreads
         if is_loop_shared:
             self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)
-            self.reserved = self.aside = self.threads
+            self.reserved = self.background = self.threads
         else:
             self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs, start_thread)
             self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
-            self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
+            self.background = UserThreads(f"daskserve-{name}-background", 1, self.to_worker, self.runs)
         self._name = name
         self._start_thread = start_thread
         self._user_loop: UserLoop | None = None
@@ -114,7 +114,7 @@ class UserExecutor:
 
     @property
     def _runners(self) -> set[UserThreads]:
-        return {self.threads, self.reserved, self.aside}
+        return {self.threads, self.reserved, self.background}
 
     @property
     def user_loop(self) -> UserLoop:
@@ -171,7 +171,7 @@ class UserExecutor:
     def enter(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> CodeRun | None:
-        """Run async code on the worker's loop within the present task, until it first waits.
+        """Run async code on the worker's loop within the current task, until it first waits.
 
         Unlike with `start`, the task has to await `CodeRun.drive` at once. If this returns None, the code has
         never waited and has ended.

@@ -140,7 +140,7 @@ class SharedLoopWatch(_Watch):
         super().__init__(loop, runs, frames)
         self._name = name
         self._loop_thread = threading.current_thread()
-        self._periodic = PeriodicThread(self.look, f"daskserve-{name}-watch")
+        self._periodic = PeriodicThread(self.check, f"daskserve-{name}-watch")
 
     def arm(self) -> None:
         if self.timer is None and not self._is_closed:
@@ -154,7 +154,7 @@ class SharedLoopWatch(_Watch):
         self._is_closed = True
         self._periodic.close()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Sample the stack of the worker's loop if the loop is late; runs in the thread of the watch."""
         timer, now = self.timer, self._loop.time()
         if timer is not None and now > timer.when():
@@ -182,8 +182,8 @@ class SharedLoopWatch(_Watch):
 class PeriodicThread:
     """A thread that calls a function once per interval between `resume` and `pause`."""
 
-    def __init__(self, look: Callable[[], None], name: str) -> None:
-        self._look = look
+    def __init__(self, check: Callable[[], None], name: str) -> None:
+        self._check = check
         self._name = name
         self._thread: threading.Thread | None = None
         self._is_wanted = threading.Event()
@@ -207,4 +207,4 @@ class PeriodicThread:
 
     def _run(self) -> None:
         while self._is_wanted.wait() and not self._is_closed.wait(WATCH_INTERVAL_S):
-            self._look()
+            self._check()

@@ -19,7 +19,7 @@ WINDOW = 16
 JOIN_BYTES = 64 * 1024
 
 
-class ClientGoneError(ConnectionResetError):
+class ClientDisconnectedError(ConnectionResetError):
     """User code sends to a WebSocket whose client has left."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 The messages of the handshake pass through the pipe, like those of any request: the replica, the router and
 the ingress see that the WebSocket is accepted. The accept also names the event loop of user code
-(`daskserve.common.types.SOCKET_PLACE`). The server then moves the open WebSocket to this loop, where user
+(`daskserve.common.types.SOCKET_RECEIVER`). The server then moves the open WebSocket to this loop, where user
 code receives and sends directly. If the connection cannot move, for example because of TLS under Tornado, all
 messages pass through the pipe.
 """
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
-from daskserve.common.types import SOCKET_PLACE, Envelope, Message, OpenSocket, Receive, Send
+from daskserve.common.types import SOCKET_RECEIVER, Envelope, Message, OpenSocket, Receive, Send
 from daskserve.data.replica.execution.executor import UserExecutor
-from daskserve.data.replica.execution.message_pipe import ClientGoneError, DirectPipe, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientDisconnectedError, DirectPipe, MessagePipe
 from daskserve.data.replica.execution.user_loop import UserLoop
 
 
@@ -24,8 +24,8 @@ class _MovedError(Exception):
     """Raised in a reader of the pipe, because the connection has moved."""
 
 
-class UserPlace:
-    """The user's own loop as the `SocketPlace` of one WebSocket."""
+class UserSocketReceiver:
+    """The user's own loop as the `SocketReceiver` of one WebSocket."""
 
     def __init__(self, user_loop: UserLoop, pipe: SocketPipe) -> None:
         self.loop = user_loop.loop
@@ -96,14 +96,14 @@ class _SocketPipe(MessagePipe):
     ) -> None:
         super().__init__(executor, "websocket", receive, send, first)
         self._note_turn = envelope.note_turn
-        #: When user code got its present message; 0 if it has none.
+        #: When user code got its current message; 0 if it has none.
         self._turn_began = 0.0
         self._is_direct = envelope.is_direct
         #: Set when user code accepts the WebSocket.
-        self._place: UserPlace | WorkerPlace | None = None
+        self._receiver: UserSocketReceiver | WorkerSocketReceiver | None = None
         self._has_disconnect = False  # user code has received it
 
-    def _make_place(self) -> UserPlace | WorkerPlace:
+    def _make_receiver(self) -> UserSocketReceiver | WorkerSocketReceiver:
         raise NotImplementedError
 
     async def receive(self) -> Message:
@@ -119,9 +119,9 @@ class _SocketPipe(MessagePipe):
 
     async def _receive_message(self) -> Message:
         while True:
-            place = self._place
-            if place is not None and place.socket is not None and not self._inbox:
-                return await place.socket.receive()
+            receiver = self._receiver
+            if receiver is not None and receiver.socket is not None and not self._inbox:
+                return await receiver.socket.receive()
             try:
                 return await super().receive()
             except _MovedError:
@@ -132,38 +132,38 @@ class _SocketPipe(MessagePipe):
             # Yield, so that code in a loop can still receive the disconnect, or its cancellation.
             await LoopClock().sleep(0)
             if message["type"] == "websocket.send":
-                raise ClientGoneError
+                raise ClientDisconnectedError
             return
-        place = self._place
-        if place is None:
+        receiver = self._receiver
+        if receiver is None:
             if message["type"] == "websocket.accept" and self._is_direct:
-                place = self._place = self._make_place()
-                await super().send({**message, SOCKET_PLACE: place})
+                receiver = self._receiver = self._make_receiver()
+                await super().send({**message, SOCKET_RECEIVER: receiver})
                 if self._is_closed:
-                    place.give_up()
-                await place.is_decided.wait()
+                    receiver.give_up()
+                await receiver.is_decided.wait()
             else:
                 await super().send(message)
             return
-        if not place.is_decided.is_set():
-            await place.is_decided.wait()
-        if place.socket is None:
+        if not receiver.is_decided.is_set():
+            await receiver.is_decided.wait()
+        if receiver.socket is None:
             await super().send(message)
             return
         try:
-            await place.socket.send(message)
+            await receiver.socket.send(message)
         except OSError:
             if message["type"] == "websocket.send":
-                raise ClientGoneError from None
+                raise ClientDisconnectedError from None
 
 
 class SocketPipe(_SocketPipe):
     """The pipe of a WebSocket whose connection may move to the user's own loop."""
 
-    _place: UserPlace | None
+    _receiver: UserSocketReceiver | None
 
-    def _make_place(self) -> UserPlace:
-        return UserPlace(self._executor.user_loop, self)
+    def _make_receiver(self) -> UserSocketReceiver:
+        return UserSocketReceiver(self._executor.user_loop, self)
 
     def end_readers(self) -> None:
         """Make waiting readers read from the connection, which has moved here."""
@@ -181,28 +181,28 @@ class SocketPipe(_SocketPipe):
             self.leave()
 
     def leave(self) -> None:
-        if self._place is not None and self._place.is_expected:
-            self._place.post(self._place.leave)
+        if self._receiver is not None and self._receiver.is_expected:
+            self._receiver.post(self._receiver.leave)
         else:
             super().leave()
 
     def close(self) -> None:
         super().close()
-        if self._place is not None:
-            self._place.give_up()
+        if self._receiver is not None:
+            self._receiver.give_up()
 
     def _read_more(self) -> None:
-        if self._place is None or not self._place.is_expected:
+        if self._receiver is None or not self._receiver.is_expected:
             super()._read_more()
 
     def _note_sent(self, message: Message) -> None:
         super()._note_sent(message)
-        if message["type"] == "websocket.accept" and self._place is not None:
-            self._place.give_up()
+        if message["type"] == "websocket.accept" and self._receiver is not None:
+            self._receiver.give_up()
 
 
-class WorkerPlace:
-    """The worker's loop as the `SocketPlace` of one WebSocket, whose connection is already on this loop."""
+class WorkerSocketReceiver:
+    """The worker's loop as the `SocketReceiver` of a WebSocket whose connection is already on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -231,8 +231,8 @@ class WorkerPlace:
 class DirectSocketPipe(_SocketPipe, DirectPipe):
     """The pipe of a WebSocket for user code on the worker's loop."""
 
-    def _make_place(self) -> WorkerPlace:
-        return WorkerPlace(self._executor.loop)
+    def _make_receiver(self) -> WorkerSocketReceiver:
+        return WorkerSocketReceiver(self._executor.loop)
 
 
 def open_socket_pipe(

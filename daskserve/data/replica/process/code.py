@@ -257,7 +257,9 @@ class ChildCode:
         except ActorLostError:
             await child.ended.wait()
             what = capitalized(self._start.display_name)
-            raise ReplicaStartError(f"{what} did not survive its start: its process {child.fate}.") from None
+            raise ReplicaStartError(
+                f"{what} did not survive its start: its process {child.exit_reason}."
+            ) from None
         return facts
 
     # ---- requests
@@ -289,7 +291,9 @@ class ChildCode:
         listening_children(self._context.cluster).forget(self._start.replica_tag)
         if not self.slots.is_open or self._child is None:
             return
-        self.loss = f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.fate}."
+        self.loss = (
+            f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.exit_reason}."
+        )
         self.slots.closed_because = self.loss
         self.slots.close()
         crash = f"\n{self._child.crash}" if self._child.crash else ""

@@ -40,7 +40,7 @@ ANSWER_S = 1.0
 #: How long connections may stay open at a child that no longer answers any endpoint itself.
 LEAVE_S = 86_400.0
 #: How long a change waits for the children, any of which may be blocked.
-TOLD_S = 1.0
+NOTIFY_S = 1.0
 
 CallChild = Callable[..., Awaitable[Any]]
 HandOver = Callable[[str, Sequence[int]], None]
@@ -154,14 +154,14 @@ class ListeningChild:
         #: The ports from which the child accepts.
         self.accepts: set[Port] = set()
         #: The task of `run`.
-        self.telling: asyncio.Task[None] | None = None
-        self._changed, self.told = asyncio.Event(), asyncio.Event()
-        self.told.set()
+        self.updating: asyncio.Task[None] | None = None
+        self._changed, self.notified = asyncio.Event(), asyncio.Event()
+        self.notified.set()
         self._leaving = TaskSet(logger)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Schedule an update of the child; it contains all changes up to the time when it is sent."""
-        self.told.clear()
+        self.notified.clear()
         self._changed.set()
 
     async def run(self) -> None:
@@ -181,9 +181,9 @@ class ListeningChild:
                     self._changed.set()
                     continue
                 if not self._changed.is_set():
-                    self.told.set()
+                    self.notified.set()
         finally:
-            self.told.set()
+            self.notified.set()
             self.accepts.clear()
             self._on_change()
 
@@ -215,8 +215,8 @@ class ListeningChild:
 
     async def end(self, grace_s: float) -> None:
         """Close all ports of the child for good; return when its connections have ended."""
-        if self.telling is not None:
-            self.telling.cancel()
+        if self.updating is not None:
+            self.updating.cancel()
         self.accepts.clear()
         self._on_change()
         if self._open:
@@ -225,8 +225,8 @@ class ListeningChild:
 
     def lose(self) -> None:
         """Record that the child has ended."""
-        if self.telling is not None:
-            self.telling.cancel()
+        if self.updating is not None:
+            self.updating.cancel()
         self._fold(list(self._open))
 
     async def _stop(self, key: str, grace_s: float, *, sends_away: bool) -> None:
@@ -285,7 +285,7 @@ class ListeningChildren:
         for child in self._children.values():
             self._watch_key(f"backend/{child.backend_tag}")
         self._watch_endpoints()
-        self._tell()
+        self._notify()
         return port
 
     async def close(self, port: Port, grace_s: float) -> None:
@@ -304,7 +304,7 @@ class ListeningChildren:
         self._facts.update(facts)
         if self.is_open and "routes" in facts:
             self._watch_endpoints()
-        self._tell()
+        self._notify()
 
     def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
         """Add a child; from now on, it gets all changes."""
@@ -312,10 +312,10 @@ class ListeningChildren:
             backend_tag, replica_tag, call, hand_over, self._cluster, self._wanted, self._note_accepting
         )
         self._children[replica_tag] = child
-        child.telling = self._tasks.spawn(child.run(), "listening-child")
+        child.updating = self._tasks.spawn(child.run(), "listening-child")
         if self.is_open:
             self._watch_key(f"backend/{backend_tag}")
-            child.tell()
+            child.notify()
 
     def report(self, replica_tag: str, listeners: Mapping[str, Any]) -> None:
         """Record the metrics of a child's listeners, by their keys."""
@@ -341,11 +341,11 @@ class ListeningChildren:
             self._unwatch(f"backend/{child.backend_tag}")
         return child
 
-    async def wait_until_told(self) -> None:
-        """Return when all children know the present facts, or after `TOLD_S`."""
-        waiting = [asyncio.ensure_future(child.told.wait()) for child in self._children.values()]
+    async def wait_until_notified(self) -> None:
+        """Return when all children know the current facts, or after `NOTIFY_S`."""
+        waiting = [asyncio.ensure_future(child.notified.wait()) for child in self._children.values()]
         if waiting:
-            _, late = await asyncio.wait(waiting, timeout=TOLD_S)
+            _, late = await asyncio.wait(waiting, timeout=NOTIFY_S)
             for each in late:
                 each.cancel()
 
@@ -370,7 +370,7 @@ class ListeningChildren:
 
             def update(value: Any) -> None:
                 self._published[key] = value
-                self._tell()
+                self._notify()
 
             # `watch` may call `update` at once, which does not add a watch.
             self._watches[key] = self._cluster.listener.watch(key, update)
@@ -393,10 +393,10 @@ class ListeningChildren:
         rules = {each: list(found) for each in endpoints if (found := self._rules_of(each)) is not None}
         return {"own": own, "rules": rules, **self._facts}, list(self._ports) if own else []
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.is_open:
             for child in self._children.values():
-                child.tell()
+                child.notify()
 
 
 def listening_children(cluster: Process) -> ListeningChildren:

@@ -40,9 +40,9 @@ ACTORS_OWN = frozenset(
 )
 
 
-def tell(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
+def child_metrics(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
     """Return the metrics of a child's replica and of its process, in plain values."""
-    PROCESS.is_told = True
+    PROCESS.is_reported = True
     return {
         "samples": [plain_sample(each) for each in (*samples, *PROCESS.samples())],
         "user_samples": [each.plain() for each in (*user_samples, *PROCESS.user.samples())],

@@ -29,7 +29,7 @@ from daskserve.common.types import (
 from daskserve.context import HasConnection, current_instance
 from daskserve.data.replica.environment.kept_folders import hold
 from daskserve.data.replica.environment.working_dir import archives_folder
-from daskserve.data.replica.process.metrics import tell
+from daskserve.data.replica.process.metrics import child_metrics
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import UnavailableError
 from daskserve.internals.otlp_exporter import post_of
@@ -76,7 +76,11 @@ class ChildReplica(Replica):
         stats["routing_stats"] = self._code.routing_stats()
         stats["models"] = self._code.models.facts()
         stats["multiplexed"] = self._code.models.multiplexed()
-        return {**await super().statistics(), **tell(self._all_samples(), self.user_samples()), **stats}
+        return {
+            **await super().statistics(),
+            **child_metrics(self._all_samples(), self.user_samples()),
+            **stats,
+        }
 
     def _all_samples(self) -> list[MetricSample]:
         logs = process_logs.get()

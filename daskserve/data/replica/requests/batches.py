@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from daskserve.common.types import short_tag
+from daskserve.data.batching.early_start import EarlyStart
 from daskserve.data.batching.limits import BatchLimits
-from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.queue import BatchQueue
 from daskserve.data.multiplexing.ids import model_named_in
 from daskserve.data.replica.errors.log import FailureLog
@@ -102,7 +102,7 @@ class ReplicaBatches:
                 max_running=None if method.is_async else 1,
                 on_batch=counts.observe,
                 on_end=counts.ended,
-                presence=Presence(self._slots.usage, name),
+                early_start=EarlyStart(self._slots.usage, name),
             )
             counts.watch_queue(queue.queued)
         try:

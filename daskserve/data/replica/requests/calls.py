@@ -64,7 +64,7 @@ class CallRequest(LocalRequest):
         self.start_code(method.is_async, function, method, envelope.head, envelope.payload)
         return None
 
-    def go_on(self, unfinished: Unfinished) -> None:
+    def resume(self, unfinished: Unfinished) -> None:
         start_next(self, True, self.code.servable.finish_call, self._method, unfinished.result)
 
     def message(self, value: Any) -> Message | None:
@@ -124,7 +124,7 @@ class StreamRequest(CallRequest):
         )
         return None
 
-    def go_on(self, unfinished: Unfinished) -> None:
+    def resume(self, unfinished: Unfinished) -> None:
         # An async method may return a plain generator, which needs a thread, and a plain method an async one.
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream

@@ -113,7 +113,7 @@ class LocalHTTPRequest(LocalRequest):
             self._begin(b"", _no_body())
         return None
 
-    def go_on(self, unfinished: Unfinished) -> None:
+    def resume(self, unfinished: Unfinished) -> None:
         pipe = self.pipe or _open_pipe(self, None)
         if unfinished.is_stream:
             # the response may be endless, and the code cannot receive a disconnect

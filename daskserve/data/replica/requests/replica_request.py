@@ -141,7 +141,7 @@ class ReplicaRequest:
         return self.leave
 
     async def respond(self, receive: Receive, send: Send) -> Load:
-        """Answer the request from the present task; return once its caller has the whole answer.
+        """Answer the request from the current task; return once its caller has the whole answer.
 
         Raises
         ------
@@ -199,7 +199,7 @@ class ReplicaRequest:
         """
         raise NotImplementedError
 
-    def go_on(self, unfinished: Unfinished) -> None:
+    def resume(self, unfinished: Unfinished) -> None:
         """Start the next step of user code."""
         raise NotImplementedError
 
@@ -369,7 +369,7 @@ async def _settle(request: ReplicaRequest) -> None:
 def _take_next_step(request: ReplicaRequest) -> None:
     unfinished, request.unfinished = request.unfinished, None
     assert unfinished is not None
-    request.go_on(unfinished)
+    request.resume(unfinished)
 
 
 def _raise_error(request: ReplicaRequest) -> NoReturn:

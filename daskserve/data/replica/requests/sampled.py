@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import SOCKET_PLACE, ActorRequest, EnvelopeKind, Load, Message, Receive, Send
+from daskserve.common.types import SOCKET_RECEIVER, ActorRequest, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.data.replica.requests.counted import ObservedRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.loops.deadlines import is_over
@@ -58,22 +58,22 @@ class SampledRequest(ObservedRequest):
     async def respond(self, receive: Receive, send: Send) -> Load:
         sample = self._sample
 
-        async def tell() -> Message:
+        async def forward() -> Message:
             message = await receive()
             sample.received(message)
             return message
 
         def pass_on(message: Message) -> Awaitable[None]:
             sample.sent(message)
-            if SOCKET_PLACE in message:
+            if SOCKET_RECEIVER in message:
                 # Keep the messages of a WebSocket in this pipe, so that they can be sampled.
-                place = message[SOCKET_PLACE]
+                place = message[SOCKET_RECEIVER]
                 place.give_up()
-                message = {name: value for name, value in message.items() if name != SOCKET_PLACE}
+                message = {name: value for name, value in message.items() if name != SOCKET_RECEIVER}
             return send(message)
 
         try:
-            load = await self._request.respond(tell, pass_on)
+            load = await self._request.respond(forward, pass_on)
         except asyncio.CancelledError:
             self.note_leave()
             raise

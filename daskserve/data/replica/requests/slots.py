@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from daskserve.common.clock import Clock, stopwatch
 from daskserve.common.formatting import shown
 from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, RankInfo, Send, short_tag
-from daskserve.data.replica.requests.batch_room import BatchRoom
+from daskserve.data.replica.requests.batch_admission import BatchAdmission
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.replica import ReplicaMetrics
@@ -130,7 +130,7 @@ class Slots:
         self._metrics = metrics
         self._waiters = SlotQueue()
         #: Created by the first request of a batch job.
-        self._batch_room: BatchRoom | None = None
+        self._batch_room: BatchAdmission | None = None
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
         #: During `quiet`: an event that is set at the end of its block.
         self._resumed: asyncio.Event | None = None
@@ -179,7 +179,7 @@ class Slots:
                 room.note_live(self.ongoing + 1, stopwatch())
             return True
         if room is None:
-            room = self._batch_room = BatchRoom(self.concurrency)
+            room = self._batch_room = BatchAdmission(self.concurrency)
         now = stopwatch()
         if not room.has_room(self.concurrency - self.ongoing, self.rank_info, now):
             return False

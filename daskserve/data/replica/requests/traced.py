@@ -46,7 +46,7 @@ class TracedRequest(LocalRequest):
 
     carrier: Carrier
     #: The span of the routing, if this replica creates it.
-    way: RecordedSpan | None = None
+    routing_span: RecordedSpan | None = None
     #: The attributes of the span of the request's wait for a slot; None if it need not wait.
     wait: dict[str, Any] | None = None
     #: The value of ``error.type`` for the request's user code.
@@ -86,8 +86,8 @@ class TracedRequest(LocalRequest):
         if span is not None:
             self.metrics.latency.note_trace(stopwatch() - began, span)
             span.end()
-            if self.way is not None:
-                self.way.end()
+            if self.routing_span is not None:
+                self.routing_span.end()
 
     def _close(self, event: RequestEvent) -> None:
         was_waiting = self.state == WAITING
@@ -100,8 +100,8 @@ class TracedRequest(LocalRequest):
                 self.span.fail(kind)
             _end_unfinished(self)
             self.span.end()
-            if self.way is not None:
-                self.way.end()
+            if self.routing_span is not None:
+                self.routing_span.end()
 
     def _free_if_ended(self) -> None:
         super()._free_if_ended()
@@ -209,8 +209,8 @@ def traced_request(
         method = head.get("method") or "__call__"
     text = carrier[0] if carrier else ""
     if text == NEW:  # the caller creates no spans, so the span of the routing begins here
-        request.way = _begin_way(serving, tracing, head, method)
-        request.carrier = carrier = [request.way.traceparent, "", ""]
+        request.routing_span = _begin_routing_span(serving, tracing, head, method)
+        request.carrier = carrier = [request.routing_span.traceparent, "", ""]
         text = carrier[0]
     # The same as `parent_in`, in a third of the time.
     if len(text) == LENGTH and int(text[53:], 16) & SAMPLED:
@@ -226,15 +226,15 @@ def traced_request(
     return request
 
 
-def _begin_way(
+def _begin_routing_span(
     serving: ServingCode, tracing: Tracing, head: Mapping[str, Any], method: str | None
 ) -> RecordedSpan:
     """Begin the span of the routing, which is the first of its trace."""
     templates = serving.templates or _templates_of(serving)
     own = {"daskserve.request_id": request_id_of(head), **templates.values("route_to_replica", method)}
-    way = tracing.under(head[TRACE], templates.name("route_to_replica", method), own)
-    assert way is not None
-    return way
+    routing_span = tracing.under(head[TRACE], templates.name("route_to_replica", method), own)
+    assert routing_span is not None
+    return routing_span
 
 
 def _templates_of(serving: ServingCode) -> ReplicaTemplates:

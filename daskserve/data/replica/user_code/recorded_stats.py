@@ -162,7 +162,7 @@ class StatsRecorder:
         if self._is_async:
             self._run = executor.start(True, _record, (target, self._hook), context, self)
         else:
-            self._run = executor.aside.start(_record_in_thread, (target, self._hook), context, self)
+            self._run = executor.background.start(_record_in_thread, (target, self._hook), context, self)
 
     def _is_late(self, now: float) -> bool:
         return now - self._began > self._hook.limit_s

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from daskserve.common.types import Message, Receive
 from daskserve.errors import ServeError
-from daskserve.internals.handed_requests import PlainForm, reduce_request, set_form
+from daskserve.internals.request_pickling import PlainForm, reduce_request, set_form
 from daskserve.loops.event_loop import running_loop
 
 #: The keyword arguments of ``remote()`` that are the body of a classic call without a positional argument.

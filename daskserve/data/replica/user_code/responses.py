@@ -173,7 +173,7 @@ def finish_in_thread(result: Generator[Any, Any, Any], pipe: MessagePipe) -> Con
 
 
 def dump_result(name: str, result: Any, serialization: str = "") -> Payload:
-    """Pickle the result of a Python call, with the serialization of the present request by default.
+    """Pickle the result of a Python call, with the serialization of the current request by default.
 
     Raises
     ------

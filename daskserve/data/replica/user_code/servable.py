@@ -20,7 +20,7 @@ from daskserve.common.formatting import capitalized
 from daskserve.common.types import Payload, Receive
 from daskserve.data.multiplexing.unloading import silence_destructor
 from daskserve.data.replica.errors.log import NOT_FAILURES, is_refusal
-from daskserve.data.replica.execution.message_pipe import ClientGoneError, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientDisconnectedError, MessagePipe
 from daskserve.data.replica.user_code.class_app import as_definition, constructing, forget_endpoints
 from daskserve.data.replica.user_code.definitions import CALL, Method, inspect_definition
 from daskserve.data.replica.user_code.joined_response import JoinedResponse
@@ -262,7 +262,7 @@ class Servable:
         """Let an ASGI application answer."""
         scope["state"] = self._lifespan.state.copy()
         if scope["type"] != "http":
-            with suppress(ClientGoneError):
+            with suppress(ClientDisconnectedError):
                 await self._bound[CALL](scope, pipe.receive, pipe.send)
             return ConvertedResponse()
         response = JoinedResponse(pipe, scope)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from daskserve.cluster.protocols.base import TaskQueueHost
 from daskserve.common.clock import time_of_day
 from daskserve.data.tasks.queues.plain import change_of, plain_task, task_of
 from daskserve.data.tasks.queues.protocol import Lease, QueueStats
@@ -22,7 +23,7 @@ PASSED = frozenset(
 )
 
 
-class HostedQueues:
+class HostedQueues(TaskQueueHost):
     """Answers the calls of `daskserve.data.tasks.queues.instance.InstanceQueue`, with plain values."""
 
     def __init__(self, path: Path) -> None:

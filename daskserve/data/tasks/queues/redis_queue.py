@@ -292,8 +292,8 @@ class RedisQueue:
             check_same(next(each for each in kept if each is not None), given)
         results: list[tuple[Task, bool]] = []
         for task, is_new in zip(tasks, found, strict=True):
-            (present,) = (None,) if is_new else self.get(task.queue, [task.id])
-            results.append((present or task, bool(is_new)))
+            (current,) = (None,) if is_new else self.get(task.queue, [task.id])
+            results.append((current or task, bool(is_new)))
         return results
 
     # ---- consuming

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.cluster.actors.controller_calls import FindsController, call_controller, calls_of
+from daskserve.cluster.actors.controller_calls import ControllerFinder, call_controller, calls_of
 from daskserve.cluster.protocols.started import common_instance
 from daskserve.cluster.scheduler.controllers import Instance, list_instances
 from daskserve.cluster.scheduler.hosts import HostRegistry
@@ -58,7 +58,9 @@ class ControllerAccess:
         call = calls_of(self._hosts.call, verb, message)
         try:
             async with asyncio.timeout(PATIENCE_S + may_take_s):
-                return await call_controller(_Finder(entry), call, clock=LoopClock(), check_s=CHECK_S)
+                return await call_controller(
+                    _ApiControllerFinder(entry), call, clock=LoopClock(), check_s=CHECK_S
+                )
         except TimeoutError:
             raise UnavailableError(
                 f"No controller of {entry.name!r} answered within {shown(PATIENCE_S + may_take_s)} s; retry "
@@ -87,7 +89,7 @@ class ControllerAccess:
         raise NotFoundError(f"No instance is the common one of this cluster. {what}")
 
 
-class _Finder(FindsController):
+class _ApiControllerFinder(ControllerFinder):
     """Waits for an instance's controller while it is being replaced."""
 
     def __init__(self, entry: Instance) -> None:

@@ -23,7 +23,7 @@ from daskserve.cluster.scheduler.http.api.openapi import (
 )
 from daskserve.cluster.scheduler.http.api.operations import Operation, by_path, may_take_s
 from daskserve.cluster.scheduler.http.api.page import page
-from daskserve.cluster.scheduler.http.api.requests import NUMBER, Asked, Document
+from daskserve.cluster.scheduler.http.api.requests import NUMBER, APIRequest, Document
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoutes
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
 from daskserve.common import settings
@@ -104,15 +104,15 @@ class ApiHandler(GuardedHandler):
             return
         try:
             instance = path.pop("instance", None)
-            asked = self._asked(operation, {name: each or "" for name, each in path.items()})
+            request = self._parse(operation, {name: each or "" for name, each in path.items()})
             if not self._is_allowed(operation):
                 return
-            verb, message = operation.verb(asked)
+            verb, message = operation.verb(request)
             if operation.is_stream and "text/event-stream" in self.request.headers.get("Accept", ""):
                 await self._stream(instance, verb, message)
                 return
             value = await self._api.access.call(instance, verb, message, may_take_s(verb, message))
-            body = operation.answer(asked, value)
+            body = operation.answer(request, value)
         except ServeError as error:
             text = str(error)
             # External scalers of Ray Serve read the error from this field.
@@ -125,7 +125,7 @@ class ApiHandler(GuardedHandler):
 
     get = put = post = delete = _respond
 
-    def _asked(self, operation: Operation, path: Mapping[str, str]) -> Asked:
+    def _parse(self, operation: Operation, path: Mapping[str, str]) -> APIRequest:
         if self._is_too_large or len(self._body) > operation.max_body_bytes:
             self._guard.refusals[BODY] += 1
             raise BodyTooLargeError(f"the body has more than {operation.max_body_bytes} bytes")
@@ -134,7 +134,7 @@ class ApiHandler(GuardedHandler):
         agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
         if agent.startswith("Mozilla/"):
             agent = "a browser"  # all browsers begin with this name, followed by a long list
-        return Asked(
+        return APIRequest(
             path,
             query,
             bytes(self._body),

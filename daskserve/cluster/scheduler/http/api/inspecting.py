@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from daskserve.cluster.scheduler.http.api.requests import Asked
+from daskserve.cluster.scheduler.http.api.requests import APIRequest
 from daskserve.errors import BadRequestError
 from daskserve.telemetry.profiling.flame import flame_page, flame_svg, page_policy
 from daskserve.telemetry.profiling.report import text
@@ -28,9 +28,9 @@ _FORMS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str], str]] = {
 }
 
 
-def profile(asked: Asked) -> tuple[str, dict[str, Any]]:
+def profile(request: APIRequest) -> tuple[str, dict[str, Any]]:
     """Return the verb and the message for a request of a profile."""
-    query, memory = asked.query, asked.flag("memory")
+    query, memory = request.query, request.flag("memory")
     kind, given = query.get("format", "json"), query.get("seconds", "")
     if kind != "json" and kind not in _FORMS:
         raise BadRequestError(f"The parameter format={kind[:40]!r} must be json, {', '.join(_FORMS)}.")
@@ -39,7 +39,7 @@ def profile(asked: Asked) -> tuple[str, dict[str, Any]]:
     if memory and kind == "svg":
         raise BadRequestError("There are no stacks with memory=true, so no format=svg.")
     seconds = float(given) if given else SECONDS
-    return "profile", {"replica": asked.path["replica"], "seconds": seconds, "memory": memory}
+    return "profile", {"replica": request.path["replica"], "seconds": seconds, "memory": memory}
 
 
 def document(query: Mapping[str, str], value: Mapping[str, Any]) -> tuple[str, str, str] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from daskserve.cluster.scheduler.http.api import inspecting, logs
-from daskserve.cluster.scheduler.http.api.requests import MAX_SHOWN, Asked, Document
+from daskserve.cluster.scheduler.http.api.requests import MAX_SHOWN, APIRequest, Document
 from daskserve.common.formatting import counted
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.bounds import KEY, number_in
@@ -60,8 +60,8 @@ class Operation:
     method: str
     path: str
     summary: str
-    verb: Callable[[Asked], tuple[str, Message]]
-    answer: Callable[[Asked, Any], Any] = lambda asked, value: value
+    verb: Callable[[APIRequest], tuple[str, Message]]
+    answer: Callable[[APIRequest, Any], Any] = lambda request, value: value
     body: str = ""
     query: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_conditional: bool = False
@@ -93,63 +93,67 @@ class Operation:
         return f"(?:/daskserve/(?P<instance>[^/]+))?{named}/?"
 
 
-def _text(asked: Asked) -> Message:
-    ending = _ENDINGS.get(asked.content_type.partition(";")[0].strip().lower(), "yaml")
+def _text(request: APIRequest) -> Message:
+    ending = _ENDINGS.get(request.content_type.partition(";")[0].strip().lower(), "yaml")
     try:
-        text = asked.body.decode()
+        text = request.body.decode()
     except UnicodeDecodeError:
         raise BadRequestError("the body is not UTF-8") from None
-    return {"text": text, "name": f"body.{ending}", "merge": asked.flag("merge")}
+    return {"text": text, "name": f"body.{ending}", "merge": request.flag("merge")}
 
 
-def _put(asked: Asked) -> tuple[str, Message]:
-    if asked.flag("dry_run"):
-        return "plan_text", _text(asked)
-    more = {"expected_version": asked.expected, "by": asked.by, "version": asked.query.get("version", "")}
-    return "apply_text", {**_text(asked), **more, "request_id": uuid.uuid4().hex}
+def _put(request: APIRequest) -> tuple[str, Message]:
+    if request.flag("dry_run"):
+        return "plan_text", _text(request)
+    more = {
+        "expected_version": request.expected,
+        "by": request.by,
+        "version": request.query.get("version", ""),
+    }
+    return "apply_text", {**_text(request), **more, "request_id": uuid.uuid4().hex}
 
 
-def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
+def _change(verb: str, *names: str) -> Callable[[APIRequest], tuple[str, Message]]:
     """Return a function for a verb that changes the object in the path, once for each request."""
 
-    def message(asked: Asked) -> tuple[str, Message]:
-        found: Message = {name: asked.path[name] for name in names}
-        return verb, {**found, "by": asked.by, "request_id": uuid.uuid4().hex}
+    def message(request: APIRequest) -> tuple[str, Message]:
+        found: Message = {name: request.path[name] for name in names}
+        return verb, {**found, "by": request.by, "request_id": uuid.uuid4().hex}
 
     return message
 
 
 def _rollout(
-    verb: str, more: Callable[[Asked], Message] = lambda asked: {"by": asked.by}
-) -> Callable[[Asked], tuple[str, Message]]:
+    verb: str, more: Callable[[APIRequest], Message] = lambda request: {"by": request.by}
+) -> Callable[[APIRequest], tuple[str, Message]]:
     """Return a function for a verb about the rollout of the deployment in the path, or of its model."""
 
-    def message(asked: Asked) -> tuple[str, Message]:
-        found: Message = {"name": asked.path["deployment"], "application": asked.path["application"]}
-        model = {"model": asked.path["model"]} if "model" in asked.path else {}
-        return verb, found | model | more(asked)
+    def message(request: APIRequest) -> tuple[str, Message]:
+        found: Message = {"name": request.path["deployment"], "application": request.path["application"]}
+        model = {"model": request.path["model"]} if "model" in request.path else {}
+        return verb, found | model | more(request)
 
     return message
 
 
-def _promotion(asked: Asked) -> Message:
-    return {"full": asked.flag("full"), "by": asked.by, "request_id": uuid.uuid4().hex}
+def _promotion(request: APIRequest) -> Message:
+    return {"full": request.flag("full"), "by": request.by, "request_id": uuid.uuid4().hex}
 
 
-def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
+def _models(verb: str) -> Callable[[APIRequest], tuple[str, Message]]:
     """Return a function for a verb about the models of the deployment in the path."""
 
-    def message(asked: Asked) -> tuple[str, Message]:
-        found: Message = {"name": deployment_tag(asked.path["application"], asked.path["deployment"])}
-        if "model" not in asked.path:
+    def message(request: APIRequest) -> tuple[str, Message]:
+        found: Message = {"name": deployment_tag(request.path["application"], request.path["deployment"])}
+        if "model" not in request.path:
             return verb, found
-        fields, found["model"] = asked.fields("version", "default"), asked.path["model"]
+        fields, found["model"] = request.fields("version", "default"), request.path["model"]
         version, is_default = fields.get("version"), fields.get("default", True)
         if not isinstance(version, str | None) or (version is None and verb == "set_default_model"):
             raise BadRequestError(f"version must be a text, got {version!r}")
         if not isinstance(is_default, bool):
             raise BadRequestError(f"default must be true or false, got {is_default!r}")
-        found["version"], found["by"] = version, asked.by
+        found["version"], found["by"] = version, request.by
         if verb == "load_model":
             found["is_default"] = is_default
         elif verb == "unload_model":
@@ -159,33 +163,33 @@ def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
     return message
 
 
-def _without_snapshot(asked: Asked, value: Any) -> Any:
+def _without_snapshot(request: APIRequest, value: Any) -> Any:
     return {name: each for name, each in value.items() if name != "snapshot"}
 
 
-def _scale(asked: Asked, **by: str) -> tuple[str, Message]:
-    name, number = asked.path.get("deployment", ""), number_in(asked.body)
-    return "scale", {"application": asked.path["application"], "name": name, "number": number, **by}
+def _scale(request: APIRequest, **by: str) -> tuple[str, Message]:
+    name, number = request.path.get("deployment", ""), number_in(request.body)
+    return "scale", {"application": request.path["application"], "name": name, "number": number, **by}
 
 
-def _scaled(asked: Asked, number: Any) -> Any:
-    what = asked.path.get("deployment", "The ingress")
-    text = f"{what} of application {asked.path['application']} is to have {counted(number, 'replica')}."
+def _scaled(request: APIRequest, number: Any) -> Any:
+    what = request.path.get("deployment", "The ingress")
+    text = f"{what} of application {request.path['application']} is to have {counted(number, 'replica')}."
     return {KEY: number, "message": text}
 
 
-def _rollback(asked: Asked) -> tuple[str, Message]:
-    revision = asked.fields("revision").get("revision")
+def _rollback(request: APIRequest) -> tuple[str, Message]:
+    revision = request.fields("revision").get("revision")
     is_number = isinstance(revision, int) and not isinstance(revision, bool) and abs(revision) < 10**18
     if revision is not None and not is_number:
         raise BadRequestError(f"revision must be a whole number, such as 3, got {repr(revision)[:MAX_SHOWN]}")
-    message = {"app": asked.path["application"], "revision": revision, "by": asked.by}
+    message = {"app": request.path["application"], "revision": revision, "by": request.by}
     return "rollback", {**message, "request_id": uuid.uuid4().hex}
 
 
-def _events(asked: Asked) -> tuple[str, Message]:
-    message: Message = {"after": asked.number("after"), "application": asked.query.get("application")}
-    limit = asked.number("limit")
+def _events(request: APIRequest) -> tuple[str, Message]:
+    message: Message = {"after": request.number("after"), "application": request.query.get("application")}
+    limit = request.number("limit")
     return "events", message | ({} if limit is None else {"limit": limit})
 
 
@@ -196,20 +200,20 @@ def may_take_s(verb: str, message: Message) -> float:
     return PLAN_S if verb == "plan_text" else inspecting.takes_s(verb, message)
 
 
-def _accepted(asked: Asked, value: Any) -> Any:
+def _accepted(request: APIRequest, value: Any) -> Any:
     return {"accepted": True, **({"goal": value["goal"]} if value and value.get("goal") else {})}
 
 
-def _shown_profile(asked: Asked, value: Any) -> Any:
-    found = inspecting.document(asked.query, value)
+def _shown_profile(request: APIRequest, value: Any) -> Any:
+    found = inspecting.document(request.query, value)
     return value if found is None else Document(*found)
 
 
-def _delete(asked: Asked) -> tuple[str, Message]:
+def _delete(request: APIRequest) -> tuple[str, Message]:
     return "delete_application", {
-        "name": asked.path["application"],
-        "by": asked.by,
-        "expected_version": asked.expected,
+        "name": request.path["application"],
+        "by": request.by,
+        "expected_version": request.expected,
         "missing_ok": False,
     }
 
@@ -221,12 +225,12 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "GET",
             path,
             f"How far the rollout of a {what} is, with the figures of its gates, or how the last one ended.",
-            _rollout("rollout_status", lambda asked: {}),
+            _rollout("rollout_status", lambda request: {}),
         ),
         Operation(
             "POST",
             f"{path}/pause",
-            "Keep a rollout at its present step; its gates stay in force.",
+            "Keep a rollout at its current step; its gates stay in force.",
             _rollout("pause_rollout"),
             _without_snapshot,
         ),
@@ -262,8 +266,8 @@ OPERATIONS: Sequence[Operation] = (
         "GET",
         ALL,
         "What runs, in Ray Serve's shape. The ETag is the version of what is declared.",
-        lambda asked: ("details", {"api_type": asked.query.get("api_type")}),
-        lambda asked, value: value["details"],
+        lambda request: ("details", {"api_type": request.query.get("api_type")}),
+        lambda request, value: value["details"],
         query={"api_type": ("string", "Only applications of files (declarative) or programs (imperative).")},
         is_conditional=True,
     ),
@@ -284,9 +288,9 @@ OPERATIONS: Sequence[Operation] = (
         "DELETE",
         ALL,
         "Delete all applications, also those of programs. The instance stays.",
-        lambda asked: (
+        lambda request: (
             "delete_applications",
-            {"by": asked.by, "expected_version": asked.expected, "request_id": uuid.uuid4().hex},
+            {"by": request.by, "expected_version": request.expected, "request_id": uuid.uuid4().hex},
         ),
         is_conditional=True,
     ),
@@ -294,7 +298,7 @@ OPERATIONS: Sequence[Operation] = (
         "POST",
         "/api/serve/plan",
         "The plan of what a configuration would change.",
-        lambda asked: ("plan_text", _text(asked)),
+        lambda request: ("plan_text", _text(request)),
         body="configuration",
         query=_MERGE,
     ),
@@ -302,21 +306,21 @@ OPERATIONS: Sequence[Operation] = (
         "GET",
         "/api/serve/config",
         "What is declared, with references to variables and secrets as they are in the file.",
-        lambda asked: ("get_config", {"is_masked": True}),
+        lambda request: ("get_config", {"is_masked": True}),
         is_conditional=True,
     ),
     Operation(
         "GET",
         "/api/serve/schema",
         "The JSON Schema of configurations.",
-        lambda asked: ("config_schema", {}),
+        lambda request: ("config_schema", {}),
     ),
     Operation(
         "GET",
         ONE,
         "One application, in Ray Serve's shape.",
-        lambda asked: ("details", {"name": asked.path["application"]}),
-        lambda asked, value: value["details"]["applications"][asked.path["application"]],
+        lambda request: ("details", {"name": request.path["application"]}),
+        lambda request, value: value["details"]["applications"][request.path["application"]],
         is_conditional=True,
     ),
     Operation("DELETE", ONE, "Delete an application.", _delete, _accepted, is_conditional=True),
@@ -324,7 +328,7 @@ OPERATIONS: Sequence[Operation] = (
         "GET",
         f"{ONE}/history",
         "The last revisions of an application: who, when, what changed, how it ended.",
-        lambda asked: ("history", {"app": asked.path["application"]}),
+        lambda request: ("history", {"app": request.path["application"]}),
     ),
     Operation(
         "POST",
@@ -355,7 +359,7 @@ OPERATIONS: Sequence[Operation] = (
         "POST",
         f"{NAMED}/num_replicas",
         "Set the number of replicas of a deployment without autoscaling, until it is deployed again.",
-        lambda asked: _scale(asked, by=asked.by),
+        lambda request: _scale(request, by=request.by),
         _scaled,
         "number",
     ),
@@ -406,7 +410,7 @@ OPERATIONS: Sequence[Operation] = (
         "GET",
         "/api/serve/replicas/{replica}/stacks",
         "What the threads and tasks of a replica do now, also if they are stuck.",
-        lambda asked: ("stacks", {"replica": asked.path["replica"]}),
+        lambda request: ("stacks", {"replica": request.path["replica"]}),
     ),
     Operation(
         "POST",
@@ -443,7 +447,7 @@ OPERATIONS: Sequence[Operation] = (
         "/api/serve/logs",
         "The log records of all workers, in the order of their times, and a cursor; with Accept: "
         "text/event-stream, the new ones, too.",
-        lambda asked: ("logs", logs.message(asked.query, asked.number)),
+        lambda request: ("logs", logs.message(request.query, request.number)),
         query=logs.QUERY,
         is_stream=True,
     ),
@@ -451,7 +455,7 @@ OPERATIONS: Sequence[Operation] = (
         "GET",
         "/api/serve/metrics/live",
         "The rates, latencies and queues of the last second; with Accept: text/event-stream, every second.",
-        lambda asked: ("live_metrics", {"wait_s": LIVE_WAIT_S}),
+        lambda request: ("live_metrics", {"wait_s": LIVE_WAIT_S}),
         is_stream=True,
     ),
 )

@@ -32,7 +32,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class APIRequest:
     """A parsed request.
 
     Attributes

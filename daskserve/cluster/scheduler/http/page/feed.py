@@ -72,10 +72,10 @@ class Feed:
             message = {"after": number, "events_after": events_after, "timeout_s": WAIT_S}
             try:
                 async with asyncio.timeout(WAIT_S + late_s):
-                    present = await self._access.find(self._instance)
-                    if entry is not None and entry is not present:
+                    current = await self._access.find(self._instance)
+                    if entry is not None and entry is not current:
                         return  # a new instance of the same name, whose event numbers start at the beginning
-                    entry = present
+                    entry = current
                     found = await self._access.call(self._instance, "next_overview", message)
             except NotFoundError:
                 return

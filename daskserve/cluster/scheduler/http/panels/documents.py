@@ -114,7 +114,7 @@ class ReplicaPanel:
         self.root.add_tools(HoverTool(tooltips=tips))
 
     def update(self) -> None:
-        """Show the present replicas."""
+        """Show the current replicas."""
         columns = self._feed.series.replicas(COLOURS)
         factors = _factors(columns)
         if self.root.y_range.factors != factors:

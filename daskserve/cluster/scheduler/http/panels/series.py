@@ -96,7 +96,7 @@ class Series:
         return data
 
     def replicas(self, colours: Sequence[str]) -> Columns:
-        """Return the present replicas as bars: one row for each worker, one part for each deployment."""
+        """Return the current replicas as bars: one row for each worker, one part for each deployment."""
         columns = ("worker", "left", "right", "deployment", "label", "count", "colour")
         data: Columns = {name: [] for name in columns}
         shown = self.busiest()

@@ -31,8 +31,8 @@ from daskserve.data.caller.request_routers.routing import (
     take_other,
 )
 from daskserve.data.caller.routing.load_reports import LoadReports
+from daskserve.data.caller.routing.multiplexing.model_load_reporter import ModelLoadReporter
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
-from daskserve.data.caller.routing.multiplexing.news import ModelNews
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -77,7 +77,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._rng = rng
         self._watch = watch
         self._here: str = getattr(cluster, "here", "")
-        self._news = ModelNews(cluster, clock)
+        self._model_load_reporter = ModelLoadReporter(cluster, clock)
         #: Chooses replicas by model; created by the first request that names a model.
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
@@ -102,21 +102,21 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
         """Use the published request router, or none if None is published."""
         setup = None if published is None else Setup(**published)
-        present = self.routing
-        if setup == (None if present is None else present.setup):
+        current = self.routing
+        if setup == (None if current is None else current.setup):
             return
-        if present is not None:
-            present.close()
+        if current is not None:
+            current.close()
         self.routing = None
         if setup is not None:
             self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))
         self.is_plain = _is_plain(self)
         routing = self.routing
-        report = self._reports.watch_router(self._tag, None if routing is None else routing.present_trouble)
+        report = self._reports.watch_router(self._tag, None if routing is None else routing.current_error)
         self._watch("stats/router", None if routing is None else routing.note_stats)
         if routing is not None:
-            routing.trouble.on_new = report
-            if routing.trouble.text:
+            routing.errors.on_new = report
+            if routing.errors.text:
                 report()
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
@@ -195,7 +195,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def close(self) -> None:
         """Stop the request router, and the reports of loading models."""
         self.choose_by(None)
-        self._news.close()
+        self._model_load_reporter.close()
 
     def priority_of(self, envelope: Envelope) -> int:
         """Return the priority of a request; the greatest goes first."""
@@ -255,7 +255,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
     def _known_models(self) -> ModelRouting:
         if self.models is None:
-            self.models = ModelRouting(self._news.note)
+            self.models = ModelRouting(self._model_load_reporter.note)
             self._watch("models", self.models.update)
         return self.models
 

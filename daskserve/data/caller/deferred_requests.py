@@ -1,0 +1,43 @@
+"""Requests of batch jobs that are deferred while their replica keeps its free slots for live requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+#: Maximum number of these requests in the replica's own queue: enough to fill its slots at once, and few
+#: enough for the requests of other processes.
+MAX_SENT = 8
+
+
+class DeferredRequests:
+    """Sends the first requests to the replica; the others wait here, in order."""
+
+    def __init__(self) -> None:
+        #: Number of requests, whether sent or not.
+        self.count = 0
+        self._sent = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Wait until the request may be sent; call `release` once it has a slot or is refused."""
+        if self._sent < MAX_SENT:
+            self._sent += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the turn to the next request."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._sent -= 1
