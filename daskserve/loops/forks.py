@@ -15,30 +15,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from daskserve.loops.at_fork import ActsAtFork, watch_forks
+
 _DESCRIPTORS = "/proc/self/fd"
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 
 
-def call_in_forks(method: Callable[[], object]) -> None:
-    """Call an object's method in each process that is forked from this one while the object exists."""
-    held = weakref.WeakMethod(method)  # a registration lasts as long as the process
-
-    def after_in_child() -> None:
-        found = held()
-        if found is not None:
-            found()
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=after_in_child)
-
-
-class ForkGuard:
+class ForkGuard(ActsAtFork):
     """Detaches forked processes from this one's connections, from `open` until `close`.
 
     Parameters
@@ -55,9 +43,9 @@ class ForkGuard:
         """Detach processes that are forked from now on."""
         self._is_open = True
         if sys.platform == "linux":
-            call_in_forks(self._forked)
+            watch_forks(self)
 
-    def _forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         if self._is_open:
             self.cut_off()
 
