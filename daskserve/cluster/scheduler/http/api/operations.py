@@ -297,7 +297,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "POST",
         "/api/serve/plan",
-        "The plan of what a configuration would change.",
+        "The changes that a configuration would make.",
         lambda request: ("plan_text", _text(request)),
         body="configuration",
         query=_MERGE,
@@ -363,9 +363,7 @@ OPERATIONS: Sequence[Operation] = (
         _scaled,
         "number",
     ),
-    *_rollout_operations(
-        ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."
-    ),
+    *_rollout_operations(ROLLOUT, "deployment", "Give the old version all traffic, and undo the change."),
     Operation(
         "GET",
         MODELS,
