@@ -69,7 +69,8 @@ class ApplicationConfig(Options):
     )
     deployments: list[DeploymentOverride] = Field(
         default_factory=list,
-        description="Options that override those of the code. For all other options, the values of the code apply.",
+        description="Options that override those of the code. For all other options, the values of the code "
+        "apply.",
     )
     references: Places = Field(default_factory=dict, description="Set by daskserve.")
 
@@ -82,7 +83,8 @@ class InstanceConfig(Options):
     )
     http_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="HTTP options, see [HTTP](docs/options.md#http). They take effect when the instance starts.",
+        description="HTTP options, see [HTTP](docs/options.md#http). They take effect when the instance "
+        "starts.",
     )
     tracing_config: dict[str, Any] = Field(
         default_factory=dict,

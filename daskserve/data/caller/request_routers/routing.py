@@ -251,7 +251,7 @@ class RequestRouting:
         """Return the least loaded replica with room of the first list that has one.
 
         If all are full with requests of other processes, the request queues at one of them. ``but`` is the
-        replica of the first try: a second try needs another one, with room.
+        replica of the first attempt: a second attempt needs another one, with room.
         """
         now = self._loop.time()
         waiting: PooledReplica | None = None
@@ -389,7 +389,7 @@ def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
-    """Return a replica that the router chooses for a second try, counting one more in flight there.
+    """Return a replica that the router chooses for a second attempt, counting one more in flight there.
 
     ``tag`` is the replica of the first try, which is excluded. Returns None if there is no other replica.
     """
