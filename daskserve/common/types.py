@@ -63,7 +63,7 @@ class OpenSocket(NamedTuple):
     #: Sends a message, and waits until the client has room for more. Raises ``OSError`` after the end.
     send: Callable[[Message], Awaitable[None]]
     #: Closes the connection with code 1001. Idempotent.
-    leave: Callable[[], None]
+    go_away: Callable[[], None]
     #: Ends the connection at once.
     abort: Callable[[], None]
 

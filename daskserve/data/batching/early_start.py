@@ -31,7 +31,7 @@ TOGETHER = 0.1
 
 
 class EarlyStart:
-    """The number of calls, queued and in batches, at the end of each recent batch of one queue.
+    """Decides whether batches of one queue start early, given the number of calls at the end of recent ones.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ class RoutingSpan:
             span.end()
 
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
-        """Note that the request is sent to a replica."""
+        """Record that the request is sent to a replica."""
         self._attempts += 1
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})

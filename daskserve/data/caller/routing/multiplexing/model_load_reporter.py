@@ -25,7 +25,7 @@ MAX_REPORTED = 1000
 
 
 class ModelLoadReporter:
-    """Reports replicas to the controller, one call at a time, without retries: it polls them later."""
+    """Reports replicas to the controller, one call at a time. It needs no retries: the controller polls."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
