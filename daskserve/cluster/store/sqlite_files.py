@@ -29,7 +29,7 @@ class FilesWatch:
             if found is None:
                 return f"the file {path} was removed or moved"
             if found != opened:
-                return f"{path} is another file than the one that was opened"
+                return f"{path} was replaced by another file after it was opened"
         return ""
 
 

@@ -244,7 +244,7 @@ class RequestRouting:
                 left -= len(ranks[-1])
             return ranks
         except BaseException as error:
-            text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
+            text = f"returned {type(found).__name__}, which is not a list of lists of replicas: "
             raise RouterError("answer", text + summary_of(error)) from error
 
     def _best_of(self, ranks: Any, but: str = "") -> PooledReplica | None:
