@@ -78,7 +78,7 @@ def main() -> None:
             p50, p95, p99 = (took[int(len(took) * share)] for share in (0.5, 0.95, 0.99))
             print(
                 f"{name:7} p50 {p50:5.1f} ms, p95 {p95:5.1f}, p99 {p99:5.1f}, "
-                f"{tries / len(took) - 1:6.3f} second tries a request",
+                f"{tries / len(took) - 1:6.3f} second attempts a request",
                 flush=True,
             )
     serve.shutdown()

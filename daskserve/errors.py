@@ -27,7 +27,7 @@
     │   ├── LibraryVersionError                    install a version of the library that works
     │   ├── StoreLostError                         put the store back, or call rewrite_store()
     │   ├── StoreTakenError                  409   make the change at the instance that owns the store
-    │   └── PortInUseError     (OSError, ValueError)  choose another port, or end what listens there
+    │   └── PortInUseError     (OSError, ValueError)  choose another port, or end the other program
     ├── DeployError            (RuntimeError) 500 read its text, fix the cause, change again
     │   ├── ReplicaStartError                      fix the code; user_traceback says where
     │   │   └── CodeLoadError                      deploy it again: the code is lost, or cannot be loaded

@@ -34,11 +34,11 @@ REMEDIES: Mapping[str, str] = {
     "code": "Deploy it again.",
     "parcel": "Deploy it again.",
     "capacity": "Set the target capacity again.",
-    "goal": "Nothing is to be done: it tells how a change ended.",
+    "goal": "Nothing has to be done: the record only says how a change ended.",
     "replica": "Nothing is to be done: the next start replaces the replica.",
     "proxy": "Nothing is to be done: the next start replaces the proxy.",
 }
-_OTHERWISE = "Restore a backup, or deploy again what is missing."
+_OTHERWISE = "Restore a backup, or deploy the missing parts again."
 
 
 @dataclass(slots=True)
@@ -306,7 +306,7 @@ def _fault_of_parcel(parcel: Parcel, pieces: Sequence[bytes]) -> str:
         return f"has {len(content)} of {parcel.size_bytes} bytes of its constructor arguments"
     parts = parcel.split(content)
     if content[: len(parcel.head)] != parcel.head or Parcel.of(parts).digest != parcel.digest:
-        return "has other constructor arguments than those it was deployed with (the digest differs)"
+        return "has different constructor arguments from those of its deploy (the digest differs)"
     return _fault_of_pickle(bytes(parts[0]))
 
 

@@ -259,7 +259,7 @@ def test_a_copy_without_its_log_is_checked_and_a_backup_replaces_it(tmp_path: Pa
     with closing(sqlite3.connect(tmp_path / "store.db")) as db:
         db.execute("PRAGMA journal_mode = WAL")
     url = url_of("sqlite", tmp_path)
-    assert "All of it was in its log" in stores.check(url).lack
+    assert "All of its records were in its log" in stores.check(url).lack
     fill(url_of("folder", tmp_path))
     stores.backup(url_of("folder", tmp_path), tmp_path / "b")
     stores.restore(tmp_path / "b", url)

@@ -119,7 +119,7 @@ def list_(place: str, as_json: bool) -> None:
 def repair(url: str, yes: bool, as_json: bool) -> None:
     """Make a store with missing records usable again, if there is no backup."""
     if not yes:
-        click.confirm(f"What {url} lacks will not be looked for any more. Go on?", abort=True, err=as_json)
+        click.confirm(f"Missing records of {url} will be given up. Continue?", abort=True, err=as_json)
     with errors_as_messages():
         missing = stores.repair(url)
     if as_json:

@@ -166,7 +166,7 @@ class Checks:
             self._fault(
                 (*path, name),
                 f"external_scaler_enabled is set for the application, and deployment {values.get('name')!r} "
-                f"is autoscaled by its {name}; only one can decide how many replicas there are",
+                f"is autoscaled by its {name}; only one of them can set the number of replicas",
             )
 
     def _http(self, found: dict[str, Any], path: Path) -> None:
@@ -204,7 +204,8 @@ class Checks:
         where = (*path, "name")
         if has_references(name):
             self._fault(
-                where, "the name of an application cannot have references; it tells it from the others"
+                where,
+                ("the name of an application cannot have references, because it identifies the application"),
             )
             return
         self._unique(name, where, self._names, "application")

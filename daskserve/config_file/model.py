@@ -37,8 +37,10 @@ class ApplicationConfig(Options):
 
     name: str = Field(DEFAULT_APPLICATION, description="Name of the application.")
     import_path: str = Field(
-        description="Import path, ``module:name`` or ``module.name``, of what ``serve.run`` takes: an "
-        "application, a function that builds one, or an ASGI application."
+        description=(
+            "Import path, ``module:name`` or ``module.name``, of a target for ``serve.run``: an "
+            "application, a function that builds one, or an ASGI application."
+        )
     )
     route_prefix: str | None = Field(
         "/", description="Path prefix of its HTTP requests. None: it is reached by handle only."
@@ -48,8 +50,10 @@ class ApplicationConfig(Options):
     )
     env: Any = Field(
         None,
-        description="Environment of all its deployments, see [Environments](docs/options.md#environments). "
-        "What a deployment sets itself wins; variables of both are there.",
+        description=(
+            "Environment of all its deployments, see [Environments](docs/options.md#environments). The "
+            "values of a deployment take precedence; the variables of both are set."
+        ),
         validation_alias=AliasChoices("env", "runtime_env"),
     )
     external_scaler_enabled: bool | str = Field(
@@ -65,7 +69,8 @@ class ApplicationConfig(Options):
     )
     deployments: list[DeploymentOverride] = Field(
         default_factory=list,
-        description="Options that win over those of the code. Without an option, that of the code counts.",
+        description="Options that override those of the code. For all other options, the values of the code "
+        "apply.",
     )
     references: Places = Field(default_factory=dict, description="Set by daskserve.")
 
@@ -74,15 +79,16 @@ class InstanceConfig(Options):
     """A whole configuration file."""
 
     applications: list[ApplicationConfig] = Field(
-        default_factory=list, description="The applications, each with a name and a route of its own."
+        default_factory=list, description="The applications, each with its own name and route."
     )
     http_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="HTTP options, see [HTTP](docs/options.md#http). They act when the instance starts.",
+        description="HTTP options, see [HTTP](docs/options.md#http). They take effect when the instance "
+        "starts.",
     )
     tracing_config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Traces, see [Traces](docs/tracing.md). They act when the instance starts.",
+        description="Traces, see [Traces](docs/tracing.md). They take effect when the instance starts.",
     )
     proxy_location: Any = Field(
         None,
@@ -91,11 +97,13 @@ class InstanceConfig(Options):
     )
     logging_config: dict[str, Any] | None = Field(
         None,
-        description="How the instance logs, see [Logging](docs/logging.md). Without it, an instance that "
-        "runs already logs as before.",
+        description=(
+            "How the instance logs, see [Logging](docs/logging.md). Without it, a running instance keeps "
+            "its settings."
+        ),
     )
     target_capacity: Any = Field(
         None,
-        description="Percentage, from 0 to 100, of the replicas that the options ask for. None: all of them.",
+        description="Percentage, from 0 to 100, of the number of replicas in the options. None: all of them.",
     )
     references: Places = Field(default_factory=dict, description="Set by daskserve.")

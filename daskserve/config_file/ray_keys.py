@@ -41,8 +41,10 @@ def _has_no_services(value: Any) -> bool:
     return _is_empty(value) or (isinstance(value, Mapping) and not value.get("grpc_servicer_functions"))
 
 
-_ONE_ADDRESS = RayKey("all applications of an instance have one address, which is in http_options")
-_ONE_TRACING = RayKey("traces are those of the whole instance; write it at the top of the file", _always)
+_ONE_ADDRESS = RayKey("all applications of an instance share the address in http_options")
+_ONE_TRACING = RayKey(
+    "traces are configured for the whole instance; write it at the top of the file", _always
+)
 
 INSTANCE: Mapping[str, RayKey] = {
     "grpc_options": _instead("grpc_options", _has_no_services),
@@ -50,7 +52,7 @@ INSTANCE: Mapping[str, RayKey] = {
     "host": RayKey("write it in http_options"),
     "port": RayKey("write it in http_options"),
     # Keys of Anyscale's services, whose files extend those of Ray Serve.
-    "name": RayKey("an instance has no name; its applications have", _always),
+    "name": RayKey("an instance has no name, only its applications do", _always),
     "compute_config": RayKey("the applications run on the workers of the Dask cluster", _always),
     "excludes": RayKey("the whole folder is sent", _always),
     "image_uri": RayKey("start the workers in that image"),

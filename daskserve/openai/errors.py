@@ -85,7 +85,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     if fault["type"] == "missing":
         text, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
     elif not param:
-        text, code = f"The body is no valid JSON: {fault['msg']}.", None
+        text, code = f"The body is not valid JSON: {fault['msg']}.", None
     else:
         is_type = fault["type"].endswith("_type")
         text = f"Invalid {'type' if is_type else 'value'} for '{param}': {fault['msg']}."

@@ -81,7 +81,7 @@ class Body(BaseModel):
         except ValidationError as error:
             raise invalid_request(error) from None
         except ValueError as error:
-            raise InvalidRequestError(f"The body is no valid JSON: {error}.") from None
+            raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
 
     @property
     def extra(self) -> dict[str, Any]:

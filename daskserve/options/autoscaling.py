@@ -88,8 +88,7 @@ class AutoscalingConfig(Options):
     look_back_period_s: float = Field(
         30,
         gt=0,
-        description="Window over which load is averaged, in seconds. It starts at the last change at the "
-        "earliest.",
+        description="Window over which load is averaged, in seconds. It never begins before the last change.",
     )
     aggregation_function: Literal["mean", "max", "min"] = Field(
         "mean", description="How load is aggregated over the window."

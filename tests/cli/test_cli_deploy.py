@@ -219,5 +219,5 @@ def test_the_file_of_what_runs_deploys_to_the_same(client: serve.Client, folder:
     call("deploy", "serve.yaml", "--wait")
     client.run(own.bind(), name="own", route_prefix="/own")
     built = call("build", "--running", "-o", "running.yaml")
-    assert built.stderr == "own: it is left out, because a program has deployed it\n"
+    assert built.stderr == "own: left out, because a program has deployed it\n"
     assert call("diff", "running.yaml", "--exit-code").stdout == "Applications: 2 unchanged.\n"

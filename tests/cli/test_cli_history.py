@@ -155,8 +155,8 @@ def test_a_revision_is_a_line_with_what_it_changed_and_why_it_cannot_return() ->
     for changed, changes, reason in (
         ({}, "", ""),
         ({"state": "FAILED"}, "", "it is broken"),
-        ({"can_return": False}, "", "its code is not kept any more"),
-        ({"can_return": False, "state": "FAILED"}, "", "its code is not kept any more"),
+        ({"can_return": False}, "", "its code is no longer stored"),
+        ({"can_return": False, "state": "FAILED"}, "", "its code is no longer stored"),
         ({"can_return": False, "ran_at": None, "state": "FAILED"}, "", "it is broken"),
         ({"rollback_of": 1}, "back to 1", ""),
         ({"origin": {"git": "abc", "of": "x"}, "rollback_of": 1}, "back to 1; abc x", ""),

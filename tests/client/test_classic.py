@@ -108,7 +108,7 @@ class TestFunctions:
         with pytest.raises(TypeError, match=r"It is a deployment: .*change it with its options\(\)"):
             serve.deployment(Echo)
         monkeypatch.setitem(sys.modules, "wrapped_echo", SimpleNamespace(Echo=Echo))
-        with pytest.raises(ReplicaStartError, match="It is a deployment: name the class"):
+        with pytest.raises(ReplicaStartError, match="It is a deployment: pass its class"):
             serve.create_backend("b", "wrapped_echo:Echo", config={"max_constructor_retry_count": 1})
 
     def test_backends_and_endpoints(self) -> None:

@@ -140,7 +140,7 @@ def test_a_failed_start_shows_the_users_line_and_what_to_do(client: Any, kind: s
     with pytest.raises(DeployError) as caught:
         deploy(client, kind, phase)
     check(printed(caught), f"failed in its {phase}: " if phase != "reconfigure" else "reconfigure(): ")
-    assert str(caught.value).endswith("Nothing of it is left; correct the code, and deploy it again.")
+    assert str(caught.value).endswith("It was removed; correct the code, and deploy it again.")
     assert str(caught.value).count("\n") == 0
     if kind != "classic":
         status = str(serve.status())
@@ -150,7 +150,7 @@ def test_a_failed_start_shows_the_users_line_and_what_to_do(client: Any, kind: s
 
 def test_a_first_deploy_that_fails_again_leaves_nothing_either(client: Any) -> None:
     for phase in ("constructor", "lifespan", "constructor"):
-        with pytest.raises(DeployError, match=r"Nothing of it is left; correct the code"):
+        with pytest.raises(DeployError, match=r"It was removed; correct the code"):
             deploy(client, "fastapi", phase)
 
 

@@ -67,7 +67,7 @@ def test_what_it_writes_deploys_to_the_same(folder: Path) -> None:
     done = command("build", "built_shop:app", "built_shop:other", "built_shop:plain", "-o", "serve.yaml")
     assert done.exit_code == 0, done.output
     assert done.stderr == (
-        "app, Scaled: autoscaling_config stays in the code, because it is no plain value\n"
+        "app, Scaled: autoscaling_config stays in the code, because it is not a plain value\n"
     )
     text = (folder / "serve.yaml").read_text()
     assert text.startswith("# yaml-language-server: $schema=daskserve.schema.json\n")

@@ -177,7 +177,7 @@ def test_options_of_an_application_may_be_variables(monkeypatch: pytest.MonkeyPa
         (
             overrides("Front", "external_scaler_enabled: true"),
             BadRequestError,
-            "Deployment 'Front' of application",
+            "deployment 'Front' of application",
         ),
         ("  args: {a: 1}\n", BadRequestError, "is already built, so it takes no arguments"),
     ],

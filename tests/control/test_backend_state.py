@@ -313,7 +313,7 @@ def test_without_capacity_the_goal_fails_at_the_deadline_and_removes_the_backend
     assert isinstance(error, NoCapacityError)
     assert str(error).startswith(
         "Cannot scale backend 'b' to 3 replicas within 5 s: a replica needs CPU 4 "
-        "(most free on one worker: 0); 2 workers were looked at."
+        "(most free on one worker: 0); 2 workers were considered."
     )
     bench.settle()
     state = bench.state

@@ -179,13 +179,13 @@ def test_a_search_through_too_many_ways_is_given_up() -> None:
             "STRICT_SPREAD",
             [1, 3],
             "the 2 bundles of a placement group are reserved together on different hosts, and only 1 have "
-            "room: a bundle needs CPU 3 (most free on one worker: 2); 2 workers were looked at",
+            "room: a bundle needs CPU 3 (most free on one worker: 2); 2 workers were considered",
         ),
         (
             "PACK",
             [2, 2, 2, 2, 1],
             "the 5 bundles of a placement group are reserved together, and only 4 have room: a bundle needs "
-            "CPU 1 (most free on one worker: 0); 4 workers were looked at",
+            "CPU 1 (most free on one worker: 0); 4 workers were considered",
         ),
     ],
 )

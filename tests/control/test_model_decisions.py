@@ -192,7 +192,7 @@ def test_a_rollout_of_a_model_ends_with_what_happens_to_its_versions() -> None:
             None,
             {"1": "READY", "2": "READY"},
             "2",
-            ("COMPLETED", "2/1", "its plan was taken away"),
+            ("COMPLETED", "2/1", "its plan was removed"),
         ),
         (
             unloaded(before, "m", "1"),

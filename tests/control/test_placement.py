@@ -229,7 +229,7 @@ def test_the_reason_contains_the_numbers() -> None:
     )
     assert text == (
         "a replica needs CPU 3 (most free on one worker: 2.5), GPU 1 (most free on one worker: 0); "
-        "2 workers were looked at"
+        "2 workers were considered"
     )
 
 
@@ -326,7 +326,7 @@ def test_workers_that_are_kept_for_the_controller_get_no_replicas() -> None:
     assert explain(State(), [kept], TENTH) == (
         "system_workers keeps all 1 worker for the controller and the proxies; start others for replicas"
     )
-    assert "1 worker was looked at" in explain(State(), [kept, other], Demand("b", ({"CPU": 9.0},)))
+    assert "1 worker was considered" in explain(State(), [kept, other], Demand("b", ({"CPU": 9.0},)))
     assert workers_needed([ONE], [kept]) == 1
     assert workers_needed([Demand("b", ({"CPU": 9.0},))], [worker(1, threads=9, is_system=True), other]) == 0
 

@@ -95,7 +95,7 @@ def test_without_room_for_all_nothing_starts_and_the_status_says_why() -> None:
     assert places(bench) == [[]]
     assert message(bench) == (
         "the 3 bundles of a placement group are reserved together, and only 2 have room: a bundle needs "
-        "CPU 2 (most free on one worker: 1); 2 workers were looked at"
+        "CPU 2 (most free on one worker: 1); 2 workers were considered"
     )
     bench.observed.workers["w3"] = worker(3, threads=2, host="h3")
     (start,) = bench.step().actions

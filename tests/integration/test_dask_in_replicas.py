@@ -256,7 +256,7 @@ RULES = {
     "leave_dasks_threads": "remove secede()",
     "compute": "await get_client().compute(x)",
     "ask_elsewhere": "contextvars.copy_context().run",
-    "keep_from_ended_loop": "made on an event loop that has ended",
+    "keep_from_ended_loop": "created on an event loop that has ended",
 }
 
 

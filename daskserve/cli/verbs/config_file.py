@@ -65,7 +65,7 @@ def build(
     values, notes = _running(at, paths) if running else _importable(paths, app_dir)
     for each in notes:
         click.echo(each, err=True)
-    note = f"# daskserve schema > {SCHEMA_FILE} writes what editors complete from.\n"
+    note = f"# daskserve schema > {SCHEMA_FILE} writes the JSON Schema for editors.\n"
     text = to_json(values) if as_json else f"{SCHEMA_LINE}{note}{to_yaml(values)}"
     if output_path is None:
         click.echo(text, nl=False)

@@ -247,7 +247,7 @@ def _instance_for(at: InstanceAddress, config: InstanceConfig, *, may_start: boo
             if at.name is not None:
                 raise
             if not may_start:
-                text = "No instance runs there, so all would be new. Deploy without --dry-run."
+                text = "No instance runs there, so everything would be new. Deploy without --dry-run."
                 raise NotRunningError(text) from None
             client = stack.enter_context(_started(at, config))
         else:

@@ -29,7 +29,7 @@ _FORMATS: Mapping[str, Callable[[Profile], str]] = {
     type=FiniteRange(0, 60, min_open=True),
     default=5.0,
     show_default=True,
-    help="How long to look.",
+    help="Duration of the profile in seconds.",
 )
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file.")
 @click.option(

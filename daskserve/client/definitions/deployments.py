@@ -29,8 +29,8 @@ class Deployment:
     """A class or function with its deployment options; `bind` its arguments to run it."""
 
     __daskserve_remedy__ = (
-        "It is a deployment: name the class or function that it is made of, change it with its options(), or "
-        "run what its bind() returns with serve.run()."
+        "It is a deployment: pass its class or function, change it with its options(), or run the result "
+        "of its bind() with serve.run()."
     )
 
     definition: Any
@@ -126,9 +126,7 @@ class Application:
     attributes of an application are the methods of its class, to bind to other deployments.
     """
 
-    __daskserve_remedy__ = (
-        "It is an application: run it with serve.run(), or name the class that it is made of."
-    )
+    __daskserve_remedy__ = "It is an application: run it with serve.run(), or pass its class."
 
     deployment: Deployment
     args: tuple[Any, ...] = ()

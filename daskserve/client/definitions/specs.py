@@ -126,7 +126,7 @@ def split_config(
         options["internal_metadata"] = metadata
     user_config = None
     if config.user_config is not None:
-        remedy = "Pass what it is made from, and create it in reconfigure()."
+        remedy = "Pass the values to create it from, and create it in reconfigure()."
         user_config = dump_option("user_config", config.user_config, remedy)
     sealed = config.model_copy(update=hidden | options)
     sealed.model_fields_set.difference_update(hidden.keys() - options.keys())

@@ -59,7 +59,8 @@ def described(path: str, name: str, route: str | None) -> tuple[dict[str, Any], 
         options, left_out = plain_options(deployment)
         deployments.append({"name": each, **options})
         notes += [
-            f"{name}, {each}: {option} stays in the code, because it is no plain value" for option in left_out
+            f"{name}, {each}: {option} stays in the code, because it is not a plain value"
+            for option in left_out
         ]
     return {
         "name": name,
@@ -126,5 +127,5 @@ def declared(client: Client, names: Sequence[str] = ()) -> tuple[dict[str, Any],
     applications = [each["config"] for part in found for each in part["applications"].values()]
     written = {each["name"] for each in applications}
     others = [] if names else sorted(client.status().applications.keys() - written)
-    notes = [f"{each}: it is left out, because a program has deployed it" for each in others]
+    notes = [f"{each}: left out, because a program has deployed it" for each in others]
     return {**instance, "applications": applications}, notes

@@ -63,7 +63,7 @@ class Revision(FromPlain):
         shown = text if len(text) <= MAX_CHANGES else f"{text[: MAX_CHANGES - 3]}..."
         reason = self.reason.partition("\n")[0] if self.state == "FAILED" else ""
         if self.ran_at and not self.can_return:
-            reason = "its code is not kept any more"
+            reason = "its code is no longer stored"
         return [str(self.number), self.state, _time(self.at), self.by, shown, reason]
 
 

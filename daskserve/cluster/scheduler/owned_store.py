@@ -46,8 +46,9 @@ CHECK_S = 2.0
 #: Time after which an owner that does not answer counts as dead.
 PATIENCE_S = 7.0
 REFUSAL = (
-    "Another cluster has taken over the store of this instance. It serves on and replaces what dies, but "
-    "accepts no changes: make them at the instance on the other cluster, and shut this one down."
+    "Another cluster has taken over the store of this instance. It keeps serving and replaces lost "
+    "replicas and proxies, but accepts no changes: make them at the instance on the other cluster, and "
+    "shut this one down."
 )
 
 

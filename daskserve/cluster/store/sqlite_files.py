@@ -29,7 +29,7 @@ class FilesWatch:
             if found is None:
                 return f"the file {path} was removed or moved"
             if found != opened:
-                return f"{path} is another file than the one that was opened"
+                return f"{path} was replaced by another file after it was opened"
         return ""
 
 
@@ -62,7 +62,7 @@ def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None
         sync(new)
         _publish(new, target)
     finally:
-        with contextlib.suppress(OSError):  # of a disk that cannot be written any more, which is no news
+        with contextlib.suppress(OSError):  # the failure to write was already reported
             new.unlink()
 
 

@@ -87,7 +87,7 @@ def missing(db: sqlite3.Connection, *, had_log: bool) -> str:
     """
     marks = dict(db.execute("SELECT name, value FROM daskserve_meta").fetchall())
     if not had_log and marks.get("promised", 0) != marks.get("kept", 0):
-        return "later changes were written to its log, which is not there"
+        return "later changes were written to its log, which is missing"
     (epochs,) = db.execute("SELECT COALESCE(SUM(epoch), 0) FROM daskserve_epochs").fetchone()
     (records,) = db.execute("SELECT COUNT(*) FROM daskserve_records").fetchone()
     if marks.get("epochs") == epochs and records < marks.get("records", 0):

@@ -33,7 +33,7 @@ def lack_of(db: sqlite3.Connection, *, had_log: bool, keeps_log: bool | None = N
         keeps_log = db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     is_bare = db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
     # Earlier versions wrote even the tables only to the log.
-    return "all of it was in its log, which is not there" if keeps_log and is_bare else ""
+    return "all of its records were in its log, which is missing" if keeps_log and is_bare else ""
 
 
 def scan(db: sqlite3.Connection, instance: str) -> tuple[list[StoredRow], dict[str, str]]:

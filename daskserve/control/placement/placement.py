@@ -470,7 +470,7 @@ def _missing(
     lacks = _lacks(amounts, [free_resources.by_worker[each] for each in workers], "worker")
     if lacks:
         who = "a bundle" if demand.has_groups else "a replica"
-        return f"{who} needs {lacks}; {counted(len(workers), 'worker was', 'workers were')} looked at"
+        return f"{who} needs {lacks}; {counted(len(workers), 'worker was', 'workers were')} considered"
     wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(amounts.items()))
     return f"no single one of {counted(len(workers), 'worker')} has all of {wanted or 'nothing'} free"
 

@@ -39,7 +39,7 @@ class ListenRules:
 
 
 def listens(state: State, observed: Observed) -> bool:
-    """Return whether there are proxies, and all of them that should listen do so."""
+    """Return whether there are proxies, and all required proxies listen."""
     proxies = [each for each in state.proxies.values() if not each.is_leaving]
     return bool(proxies) and all(is_ready(observed, proxy) for proxy in proxies)
 

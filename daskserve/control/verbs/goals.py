@@ -324,7 +324,7 @@ def remedy_of_failure(goal: GoalRecord) -> str:
     """Return a text about the version that still serves after a failure in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
-    return "Nothing of it is left; correct the code, and deploy it again"
+    return "It was removed; correct the code, and deploy it again"
 
 
 def _served(key: str, plain: Mapping[str, Any] | None) -> bool:

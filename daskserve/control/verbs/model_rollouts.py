@@ -52,7 +52,7 @@ def followed(record: ModelsRecord, plan: RolloutConfig | None, keep: int | None,
             what = "was made the default one" if is_default else "was unloaded, or could not be loaded"
             record = _with(record, name, rollout.moved(event, wall, f"version '{new}' {what}"))
         elif name not in record.defaults or plan is None:
-            why = "its plan was taken away" if plan is None else f"version '{old}' was unloaded"
+            why = "its plan was removed" if plan is None else f"version '{old}' was unloaded"
             record = _ended(record, name, rollout.moved(RolloutEvent.LAST, wall, why))
         elif record.defaults[name] != old:
             why = f"version '{record.defaults[name]}' was made the default one"

@@ -90,7 +90,7 @@ def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
             if gate.metric == "prometheus" and count < least:
                 why = evidence.troubles.get(number, "")
                 lately = f"; the last one failed: {why}" if why else ""
-                return f"{count} of {least} comparisons of {gate.query} are made{lately}"
+                return f"{count} of {least} comparisons of {gate.query} are done{lately}"
     return ""
 
 

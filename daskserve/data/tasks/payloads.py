@@ -61,7 +61,7 @@ def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
     except ServeError:
         raise
     except Exception as error:  # a foreign object may raise anything
-        remedy = "Pass what it was made from, and create it where it is used."
+        remedy = "Pass the values to create it from, and create it where it is used."
         what = f"An argument of task {name!r}"
         raise unpicklable_error(what, error, (args, kwargs), arguments_of(args, kwargs), remedy) from error
     if len(data) > limit:

@@ -1,4 +1,4 @@
-"""Second tries of requests that take long."""
+"""Second attempts of requests that take long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.options.fields.base import Options
 
 
 class HedgingConfig(Options):
-    """Second tries of GET and HEAD requests without a body, and of calls that are marked as idempotent."""
+    """Second attempts of GET and HEAD requests without a body, and of calls that are marked as idempotent."""
 
     place: ClassVar[str] = "hedging_config"
 

@@ -49,9 +49,9 @@ def summary(profile: Mapping[str, Any]) -> str:
         )
     ticks = profile["ticks"]
     text = (
-        f"{ticks} looks in {shown(profile['seconds'])} s, every {shown(1000 * profile['interval_s'])} ms; "
-        f"user code was seen {profile['busy']} times. The profiler took "
-        f"{100 * profile['overhead']:.1f}% of a processor."
+        f"{ticks} samples in {shown(profile['seconds'])} s, every {shown(1000 * profile['interval_s'])} ms; "
+        f"user code was seen {profile['busy']} times. The profiler took {100 * profile['overhead']:.1f}% of "
+        "a processor."
     )
     if profile["dropped"]:
         text += f" {profile['dropped']} samples of rarer stacks are left out."

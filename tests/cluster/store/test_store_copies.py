@@ -97,7 +97,7 @@ async def test_a_copy_of_a_busy_file_without_its_log_is_refused_with_the_remedy(
         await store.claim_epoch()
         await commit(store, 1, a=b"1")
         text = await until_refused(path)
-        assert "records are missing: later changes were written to its log, which is not there" in text
+        assert "records are missing: later changes were written to its log, which is missing" in text
         assert "without copy.db-wal, copy both, or restore a backup" in text
         for _ in range(3):  # whatever follows
             await commit(store, 1, b=b"2")
@@ -209,7 +209,7 @@ async def test_an_empty_file_is_refused_and_stays(path: Path, is_link: bool) -> 
 async def test_a_copy_of_a_file_of_an_earlier_version_without_its_log_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-    with pytest.raises(StoreIncompleteError, match="all of it was in its log"):
+    with pytest.raises(StoreIncompleteError, match="all of its records were in its log"):
         await found_in(path)
 
 

@@ -529,7 +529,7 @@ def _endless(replicas: Any, request: Any) -> Any:
         (_raise, "error", "raised SystemExit: out"),
         (_fail_anew, "error", "raised KeyError: 'session "),
         (lambda r, q: r.gone, "error", "AttributeError"),
-        (lambda r, q: None, "answer", "returned NoneType, which is no list of lists"),
+        (lambda r, q: None, "answer", "returned NoneType, which is not a list of lists"),
         (lambda r, q: r, "answer", "RunningReplica"),
         (lambda r, q: [["r1"]], "answer", "chose 'r1', which is no replica"),
         (_endless, "answer", "which is no"),

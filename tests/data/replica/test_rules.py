@@ -145,7 +145,7 @@ def test_a_method_in_another_thread_or_on_another_loop_names_the_rule(client: se
     assert notes.read_async.remote().result(DEADLINE_S) == []
     with pytest.raises(RuntimeError, match="attached to a different loop") as foreign:
         notes.foreign.remote().result(DEADLINE_S)
-    assert any("made on another event loop" in each for each in foreign.value.__notes__)
+    assert any("created on a different event loop" in each for each in foreign.value.__notes__)
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])

@@ -138,7 +138,7 @@ def _spec_of(state: State, revision: RevisionRecord, request_id: str, limits: Ti
     what = f"Revision {revision.number} of application '{revision.application}' cannot be deployed again"
     if not revision.is_complete:
         why = (
-            "its code is not kept any more, because that of old revisions has exceeded "
+            "its code is no longer stored, because the code of old revisions has exceeded "
             "daskserve.controller.history-bytes"
             if revision.ran_at
             else f"it has never run ({revision.state.value})"

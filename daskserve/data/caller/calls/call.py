@@ -101,7 +101,7 @@ def pack(
     except ServeError:
         raise
     except Exception as error:  # a foreign object may raise anything
-        remedy = "Pass what it was made from, and create it where it is used."
+        remedy = "Pass the values to create it from, and create it where it is used."
         raise unpicklable_error(
             "An argument of the call",
             error,

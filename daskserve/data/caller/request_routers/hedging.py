@@ -1,11 +1,11 @@
-"""Hedged requests: second tries of requests that take long.
+"""Hedged requests: second attempts of requests that take long.
 
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
 would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
 second replica. The first answer is used, and the other try is cancelled. Only requests that may run twice are
-hedged. A budget limits the number of second tries, in case all requests of a deployment take long. While
-little of the budget is left, second tries begin later. Otherwise requests that are only slightly slower than
-most would spend it, and none would be left for slow ones.
+hedged. A budget limits the number of second attempts, in case all requests of a deployment take long. While
+little of the budget is left, second attempts begin later. Otherwise requests that are only slightly slower
+than most would spend it, and none would be left for slow ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from daskserve.telemetry.table import MetricSample
 METHODS = frozenset({"GET", "HEAD"})
 #: The number of latencies that are kept, between two computations of the delay, and before the first one.
 KEPT, EVERY, LEAST = 512, 32, 20
-#: The maximum budget, in second tries, and the budget below which requests wait longer for a second try: up
-#: to twice as long when nothing is left.
+#: The maximum budget, in second attempts, and the budget below which requests wait longer for a second
+#: attempt: up to twice as long when nothing is left.
 MAX_SAVED, SCARCE = 10.0, 5.0
-#: Maximum number of late requests that are tried when the budget allows a second try.
+#: Maximum number of late requests that are tried when the budget allows a second attempt.
 MAX_GRANTED = 8
 
 #: Sends a request.
 Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
-#: Takes a replica for a second try; returns the coroutine and a function that releases the replica, or None
-#: if there is no replica. A task that is cancelled before its first step never enters its coroutine.
+#: Takes a replica for a second attempt; returns the coroutine and a function that releases the replica, or
+#: None if there is no replica. A task that is cancelled before its first step never enters its coroutine.
 SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
@@ -62,7 +62,7 @@ def sent_to(envelope: Envelope) -> str:
 
 
 def no_body() -> Receive:
-    """Return the ``receive`` of a second try: an empty body, and then nothing while the client is connected.
+    """Return the ``receive`` of a second attempt: an empty body, then nothing while the client is connected.
 
     A disconnect would end a streamed response. When the client leaves, the try is cancelled.
     """
@@ -77,16 +77,16 @@ def no_body() -> Receive:
 
 
 class Hedging:
-    """The second tries of one deployment's requests in one process.
+    """The second attempts of one deployment's requests in one process.
 
     Parameters
     ----------
     quantile : float
-        The share of requests that have their answer before a second try.
+        The share of requests that have their answer before a second attempt.
     budget : float
-        The largest share of requests that get a second try.
+        The largest share of requests that get a second attempt.
     min_delay_s : float
-        No second try begins earlier.
+        No second attempt begins earlier.
     """
 
     def __init__(self, quantile: float, budget: float, min_delay_s: float) -> None:
@@ -98,11 +98,11 @@ class Hedging:
         self._seen = 0
         self._saved = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        #: The requests without an answer after the delay and without a second try, the oldest first.
+        #: The requests without an answer after the delay and without a second attempt, the oldest first.
         self._late: dict[_Race, SecondTry] = {}
-        #: The delay before a second try; None until enough latencies are known.
+        #: The delay before a second attempt; None until enough latencies are known.
         self.delay_s: float | None = None
-        #: The number of second tries that answered first, and of those that did not.
+        #: The number of second attempts that answered first, and of those that did not.
         self.won = self.lost = 0
 
     def covers(self, envelope: Envelope) -> bool:
@@ -143,15 +143,15 @@ class Hedging:
             self._late.pop(race, None)
             for each in tasks:
                 each.cancel()
-            if self._late:  # later, because requests that end at the same time need no second try
+            if self._late:  # later, because requests that end at the same time need no second attempt
                 loop.call_soon(self._grant)
 
     def _pause_s(self) -> float | None:
-        """Return how long a request waits for a second try."""
+        """Return how long a request waits for a second attempt."""
         return None if self.delay_s is None else self.delay_s * (2.0 - min(self._saved / SCARCE, 1.0))
 
     def _grant(self) -> None:
-        """Begin second tries of the oldest late requests, as far as budget and replicas allow.
+        """Begin second attempts of the oldest late requests, as far as budget and replicas allow.
 
         Requests that are only slightly slower than most end while they wait for the budget, so the budget is
         spent on slow ones.
@@ -200,7 +200,7 @@ class _Race:
         self.winner: int | None = None
         #: Done when one of the tries has won.
         self._decided: asyncio.Future[None] = loop.create_future()
-        #: Done when there is a second try.
+        #: Done when there is a second attempt.
         self._joined: asyncio.Future[None] = loop.create_future()
 
     def sender(self, number: int) -> Send:
@@ -227,7 +227,7 @@ class _Race:
         return self.winner is None and not self.tasks[0].done()
 
     def join(self, task: asyncio.Task[None]) -> None:
-        """Add the second try."""
+        """Add the second attempt."""
         self.tasks.append(task)
         self._joined.set_result(None)
 

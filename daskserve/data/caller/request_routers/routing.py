@@ -244,14 +244,14 @@ class RequestRouting:
                 left -= len(ranks[-1])
             return ranks
         except BaseException as error:
-            text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
+            text = f"returned {type(found).__name__}, which is not a list of lists of replicas: "
             raise RouterError("answer", text + summary_of(error)) from error
 
     def _best_of(self, ranks: Any, but: str = "") -> PooledReplica | None:
         """Return the least loaded replica with room of the first list that has one.
 
         If all are full with requests of other processes, the request queues at one of them. ``but`` is the
-        replica of the first try: a second try needs another one, with room.
+        replica of the first attempt: a second attempt needs another one, with room.
         """
         now = self._loop.time()
         waiting: PooledReplica | None = None
@@ -392,7 +392,7 @@ def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
-    """Return a replica that the router chooses for a second try, counting one more in flight there.
+    """Return a replica that the router chooses for a second attempt, counting one more in flight there.
 
     ``tag`` is the replica of the first try, which is excluded. Returns None if there is no other replica.
     """

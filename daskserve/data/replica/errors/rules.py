@@ -24,16 +24,16 @@ _RUNNING_LOOP = (
     "no other loop can be run. Write `async def __init__` and `await` the coroutine."
 )
 _OTHER_LOOP = (
-    "It was made on another event loop than that of the method, for example by asyncio.run() or when a "
-    "module was imported. Make it in `async def __init__` or in the async method that uses it."
+    "It was created on a different event loop from that of the method, for example by asyncio.run() or "
+    "when a module was imported. Create it in `async def __init__` or in the async method that uses it."
 )
 _MAIN_THREAD = (
     "The main thread of a worker is Dask's. Deploy with isolation='process': the constructor and the event "
     "loop then run in the main thread of a process of their own."
 )
 _AWAIT = (
-    "Async code awaits what Dask returns: instead of dask.compute(x), write `await get_client().compute(x)`, "
-    "or compute in a plain method."
+    "Async code has to await Dask's results: instead of dask.compute(x), write `await "
+    "get_client().compute(x)`, or compute in a plain method."
 )
 _NO_CONTEXT = (
     "Dask finds its worker and client in the thread of a method and in asyncio.to_thread(). Start threads of "
@@ -53,9 +53,9 @@ RULES: Sequence[Rule] = (
     Rule(
         "sqlite3.ProgrammingError",
         r"SQLite objects created in a thread can only be used in that same thread",
-        "Plain methods run in several threads, and async methods in that of the event loop. Deploy with "
-        "run_sync_in_threadpool=False, so that all run in one thread, or pass check_same_thread=False to "
-        "sqlite3.connect() and guard the connection by a lock.",
+        "Plain methods run in several threads, and async methods in the thread of the event loop. Deploy "
+        "with run_sync_in_threadpool=False to run all of them in one thread, or pass "
+        "check_same_thread=False to sqlite3.connect() and guard the connection by a lock.",
     ),
     Rule("builtins.RuntimeError", r"no running event loop|There is no current event loop", _NO_LOOP),
     Rule(
@@ -86,8 +86,8 @@ RULES: Sequence[Rule] = (
     Rule(
         "builtins.AttributeError",
         r"'NoneType' object has no attribute '(event|multi_lock|queue|variable)_",
-        "This object of Dask was made on an event loop that has ended, for example that of asyncio.run(). "
-        "Make it in the constructor or in the method that uses it.",
+        "This Dask object was created on an event loop that has ended, for example by asyncio.run(). "
+        "Create it in the constructor or in the method that uses it.",
     ),
 )
 

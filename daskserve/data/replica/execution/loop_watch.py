@@ -117,7 +117,7 @@ class LoopWatch(_Watch):
             return
         self._log(
             "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
-            "Make it a plain function, or await asyncio.to_thread(...) for what blocks.",
+            "Make it a plain function, or await asyncio.to_thread(...) for the blocking part.",
             self._user_loop.thread.name,
             BLOCKED_AFTER_S * 1000,
             self._evidence.place,

@@ -71,7 +71,7 @@ def checked_plain(answer: Any) -> tuple[dict[str, Any], str]:
         values: dict[str, Any] = json.loads(text)
         msgpack.packb(values)  # the format of messages, which does not allow large numbers
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return {}, f"returned what cannot be sent as JSON: {error}"
+        return {}, f"returned a value that cannot be sent as JSON: {error}"
     if len(text) > MOST_CHARACTERS:
         return {}, f"returned {len(text)} characters as JSON; {MOST_CHARACTERS} are allowed"
     return values, ""

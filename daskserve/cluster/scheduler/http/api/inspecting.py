@@ -15,7 +15,7 @@ from daskserve.telemetry.profiling.report import text
 SECONDS, MEMORY_S = 5.0, 35.0
 _NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,6})?")
 QUERY: Mapping[str, tuple[str, str]] = {
-    "seconds": ("number", "How long to look, at most 60. Default: 5."),
+    "seconds": ("number", "Duration in seconds, at most 60. Default: 5."),
     "format": ("string", "json (the default), svg, html or text."),
     "memory": ("boolean", "Find the lines that hold memory instead; not as svg."),
 }

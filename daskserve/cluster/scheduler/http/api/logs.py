@@ -8,7 +8,7 @@ from typing import Any
 #: How long the workers may take to answer, and how long a request may wait for new records.
 LOGS_S, MAX_WAIT_S = 10.0, 30
 QUERY: Mapping[str, tuple[str, str]] = {
-    "application": ("string", "Only those of this application."),
+    "application": ("string", "Only records of this application."),
     "deployment": ("string", "Only records of this deployment."),
     "replica": ("string", "Only records of this replica: its tag, or the part after #."),
     "since_s": ("integer", "Only records of the last seconds."),

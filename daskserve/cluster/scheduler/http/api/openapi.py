@@ -93,7 +93,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
             {
                 "name": "If-Match",
                 "in": "header",
-                "description": "The ETag of what was read: 412 if it was changed since.",
+                "description": "The ETag of an earlier response: 412 if the version has changed since.",
                 "schema": {"type": "string"},
             }
         )
@@ -121,7 +121,7 @@ def _codes(operation: Operation) -> list[int]:
 
 _TEXTS: Mapping[int, str] = {
     200: "Done, or accepted.",
-    400: "The request is wrong; the message says what, with the line of each fault of a configuration.",
+    400: "The request is invalid; the message says why, with the line of each mistake in a configuration.",
     403: "It comes from a page of another site, or changes over HTTP are switched off.",
     404: "There is no such instance, application or deployment.",
     412: "It was changed since it was read, or external scaling is not enabled.",

@@ -224,7 +224,8 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
         Operation(
             "GET",
             path,
-            f"How far the rollout of a {what} is, with the figures of its gates, or how the last one ended.",
+            f"The progress of the rollout of a {what}, with the metrics of its gates, or the end of the "
+            "last one.",
             _rollout("rollout_status", lambda request: {}),
         ),
         Operation(
@@ -265,7 +266,8 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "GET",
         ALL,
-        "What runs, in Ray Serve's shape. The ETag is the version of what is declared.",
+        "The status of applications, deployments and proxies, in Ray Serve's format. The ETag is the "
+        "version of the configuration.",
         lambda request: ("details", {"api_type": request.query.get("api_type")}),
         lambda request, value: value["details"],
         query={"api_type": ("string", "Only applications of files (declarative) or programs (imperative).")},
@@ -279,7 +281,7 @@ OPERATIONS: Sequence[Operation] = (
         body="configuration",
         query={
             **_MERGE,
-            "dry_run": ("boolean", "Return the plan of what would change, and change nothing."),
+            "dry_run": ("boolean", "Return the plan without changing anything."),
             "version": ("string", "Version of the file, such as a Git commit, for the history."),
         },
         is_conditional=True,
@@ -287,7 +289,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "DELETE",
         ALL,
-        "Delete all applications, also those of programs. The instance stays.",
+        "Delete all applications, including those of programs. The instance keeps running.",
         lambda request: (
             "delete_applications",
             {"by": request.by, "expected_version": request.expected, "request_id": uuid.uuid4().hex},
@@ -297,7 +299,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "POST",
         "/api/serve/plan",
-        "The plan of what a configuration would change.",
+        "The changes that a configuration would make.",
         lambda request: ("plan_text", _text(request)),
         body="configuration",
         query=_MERGE,
@@ -305,7 +307,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "GET",
         "/api/serve/config",
-        "What is declared, with references to variables and secrets as they are in the file.",
+        "The deployed configuration, with references to variables and secrets as in the file.",
         lambda request: ("get_config", {"is_masked": True}),
         is_conditional=True,
     ),
@@ -363,9 +365,7 @@ OPERATIONS: Sequence[Operation] = (
         _scaled,
         "number",
     ),
-    *_rollout_operations(
-        ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."
-    ),
+    *_rollout_operations(ROLLOUT, "deployment", "Give the old version all traffic, and undo the change."),
     Operation(
         "GET",
         MODELS,
@@ -401,7 +401,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "GET",
         "/api/serve/replicas/{replica}/profile",
-        "What the code of a replica, or of the busiest one of a deployment, does for some time.",
+        "Profile the code of a replica, or of the busiest replica of a deployment, for some time.",
         inspecting.profile,
         _shown_profile,
         query=inspecting.QUERY,
@@ -409,7 +409,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "GET",
         "/api/serve/replicas/{replica}/stacks",
-        "What the threads and tasks of a replica do now, also if they are stuck.",
+        "The stacks of the threads and tasks of a replica, even if they are stuck.",
         lambda request: ("stacks", {"replica": request.path["replica"]}),
     ),
     Operation(
@@ -437,7 +437,7 @@ OPERATIONS: Sequence[Operation] = (
         _events,
         query={
             "after": ("integer", "The number of the last event that was seen. Default: the newest ones."),
-            "application": ("string", "Only those of this application."),
+            "application": ("string", "Only events of this application."),
             "limit": ("integer", "How many at most."),
         },
         is_stream=True,

@@ -126,7 +126,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self.is_plain = _is_plain(self)
 
     def may_hedge(self, envelope: Envelope) -> bool:
-        """Return whether a request gets a second try if it takes long."""
+        """Return whether a request gets a second attempt if it takes long."""
         hedging = self.hedging
         return hedging is not None and envelope.routed is None and hedging.covers(envelope)
 
@@ -141,14 +141,14 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     ) -> None:
         """Send a request, and send it to a second replica if it takes long.
 
-        A request that may have killed a process, according to ``apart``, gets no second try.
+        A request that may have killed a process, according to ``apart``, gets no second attempt.
         """
         hedging = self.hedging
         if hedging is None:  # the options changed before this began
             return await send_to(envelope, receive, send)
         envelope.routed = Sent()
 
-        outcome: Load | Exception | None = None  # the outcome of the second try
+        outcome: Load | Exception | None = None  # the outcome of the second attempt
 
         async def try_again(replica: PooledReplica, send: Send) -> None:
             nonlocal outcome
@@ -166,7 +166,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         await hedging.send(partial(send_to, envelope), second, receive, send)
 
     def _take_other(self, envelope: Envelope) -> PooledReplica | None:
-        """Return a replica with room for the second try of a request; None if there is none."""
+        """Return a replica with room for the second attempt of a request; None if there is none."""
         tag, now, model_id = sent_to(envelope), self._clock.now(), envelope.model_id
         if not tag or (model_id and self.models is None):
             return None

@@ -112,7 +112,7 @@ class SuspectQueue:
             self.suspects.on_free.discard(self._on_free)
 
     def may_repeat(self, envelope: Envelope) -> bool:
-        """Return whether a request may have a concurrent second try; for calls, an option says so."""
+        """Return whether a request may have a concurrent second attempt; for calls, an option says so."""
         if envelope.kind is not EnvelopeKind.HTTP:
             return True
         target = target_of(self._availability.name, envelope.head)
@@ -121,7 +121,7 @@ class SuspectQueue:
     def note_lost(
         self, envelope: Envelope, replica: PooledReplica, error: ReplicaBusyError | ActorLostError
     ) -> None:
-        """Record that a process was lost during the second try of a request."""
+        """Record that a process was lost during the second attempt of a request."""
         is_loss = isinstance(error, ActorLostError) and error.begun and not error.is_planned
         if is_loss and envelope.kind is EnvelopeKind.HTTP:
             target = target_of(self._availability.name, envelope.head)
