@@ -7,8 +7,9 @@ all objects, which are known by weak references.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 
 class ActsAtFork:
@@ -49,3 +50,28 @@ def _watching() -> WeakSet[ActsAtFork]:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
     return found
+
+
+def call_in_forks(method: Callable[[], object]) -> None:
+    """Call a method in each process that is forked from this one, for as long as its object exists."""
+    methods = _called().methods
+    methods.add(WeakMethod(method, methods.discard))
+
+
+class _Called(ActsAtFork):
+    """The methods that are called in forked processes."""
+
+    def __init__(self) -> None:
+        self.methods: set[WeakMethod[Callable[[], object]]] = set()
+        watch_forks(self)
+
+    def after_fork_in_child(self) -> None:
+        for each in list(self.methods):
+            method = each()
+            if method is not None:
+                method()
+
+
+@cache
+def _called() -> _Called:
+    return _Called()

@@ -20,13 +20,13 @@ from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from daskserve.loops.at_fork import ActsAtFork, watch_forks
+from daskserve.loops.at_fork import call_in_forks
 
 _DESCRIPTORS = "/proc/self/fd"
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 
 
-class ForkGuard(ActsAtFork):
+class ForkGuard:
     """Detaches forked processes from this one's connections, from `open` until `close`.
 
     Parameters
@@ -43,9 +43,9 @@ class ForkGuard(ActsAtFork):
         """Detach processes that are forked from now on."""
         self._is_open = True
         if sys.platform == "linux":
-            watch_forks(self)
+            call_in_forks(self._forked)
 
-    def after_fork_in_child(self) -> None:
+    def _forked(self) -> None:
         if self._is_open:
             self.cut_off()
 

@@ -48,7 +48,7 @@ from daskserve.errors import (
     ServeError,
     VersionMismatchError,
 )
-from daskserve.loops.at_fork import ActsAtFork, watch_forks
+from daskserve.loops.at_fork import call_in_forks
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.thread_calls import CallInbox, LoopQueues
@@ -89,7 +89,7 @@ class _InterruptibleCall(Generic[T]):
             self._task.cancel()
 
 
-class DaskConnection(ActsAtFork):
+class DaskConnection:
     """One process's connection to a Dask cluster; see the module.
 
     Parameters
@@ -152,7 +152,7 @@ class DaskConnection(ActsAtFork):
         #: The client's `InstanceConnection` that `serve.run` reuses; None if there is none.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
-        watch_forks(self)
+        call_in_forks(self._forked)
         keep_connected(
             client,
             connection_args,
@@ -367,7 +367,7 @@ class DaskConnection(ActsAtFork):
         call_before_close(self.client, self.started.end_owned)
         call_when_closed(self.client, self._release)
 
-    def after_fork_in_child(self) -> None:
+    def _forked(self) -> None:
         # The thread of the loop is not in this process. Dask's functions at exit would wait for it forever.
         self._end_error = partial(
             forked_error,

@@ -13,7 +13,7 @@ from daskserve.cluster.protocols.ended import ended_error, forked_error
 from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
-from daskserve.loops.at_fork import ActsAtFork, watch_forks
+from daskserve.loops.at_fork import call_in_forks
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 
@@ -30,7 +30,7 @@ class LocalInstances:
         return True
 
 
-class LocalConnection(ActsAtFork):
+class LocalConnection:
     """The part of `daskserve.cluster.dask.connection.DaskConnection` that handles and clients use."""
 
     scheduler_address = "local"
@@ -48,9 +48,9 @@ class LocalConnection(ActsAtFork):
         self._world = world
         self._process = process
         self._is_forked = False
-        watch_forks(self)
+        call_in_forks(self._forked)
 
-    def after_fork_in_child(self) -> None:
+    def _forked(self) -> None:
         self._is_forked = True  # the thread of the loop is not in this process
 
     @property
