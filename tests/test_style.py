@@ -475,6 +475,36 @@ def _used_names(node: ast.AST) -> Iterator[str]:
         yield from (str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant))
 
 
+#: A reference in a comment, a docstring or a text to something in the library.
+REFERENCE = re.compile(r"(?<!`)`(daskserve(?:\.\w+)+)`(?!`)")
+
+
+def stale_references(tree: Tree) -> list[str]:
+    """Find references to names that do not exist in a module or package of the library.
+
+    Other references are ignored, because settings and loggers have names that begin with ``daskserve``, too.
+    """
+    names = {_module_of(path): _names_in(parsed_once(source)) for path, source in tree.items()}
+    packages = {each.rpartition(".")[0] for each in names}
+    found = []
+    for path, source in tree.items():
+        for number, line in enumerate(source.splitlines(), 1):
+            for reference in REFERENCE.findall(line):
+                first, *rest = reference.split(".")
+                module = first
+                while rest and (f"{module}.{rest[0]}" in names or f"{module}.{rest[0]}" in packages):
+                    module = f"{module}.{rest.pop(0)}"
+                if module != first and rest and rest[0] not in names.get(module, ()):
+                    found.append(f"{path}:{number}: {reference} does not exist")
+    return found
+
+
+def _names_in(parsed: ast.Module) -> set[str]:
+    imported = (node.names for node in walked(parsed) if isinstance(node, ast.Import | ast.ImportFrom))
+    names = {each.asname or each.name for group in imported for each in group}
+    return names.union(*(_defined_names(node) for node in walked(parsed)))
+
+
 # ---- the real tree
 
 
@@ -497,6 +527,7 @@ def test_the_real_tree_breaks_no_rule(tree: Tree) -> None:
     assert banned_names(tree) == []
     assert module_state(library) == []
     assert foreign_private_names(tree) + undocumented_modules(library) == []
+    assert stale_references(library) == []
 
 
 def test_inherited_methods_count_toward_the_budget() -> None:
@@ -545,6 +576,7 @@ VIOLATIONS: Sequence[tuple[Callable[[Tree], list[str]], str, int]] = [
     (oversized, WIDE, 1),
     (lone_protocols, "import typing\nclass A(typing.Protocol): ...\ndef f(a: A): ...", 2),
     (lone_protocols, "class A(Protocol): ...\nclass B(A): ...", 1),
+    (stale_references, "x = 1\n#: See `daskserve.made_up.y`.", 2),
     (banned_names, "import time\nnow = time.monotonic()", 2),
     (banned_names, "import time as t\ndef f(clock=t.perf_counter): ...", 2),
     (banned_names, "from time import time\ndef f():\n    return time()", 3),

@@ -1,4 +1,4 @@
-"""The content of parcels in one process, and their transport to others; see `daskserve.payload.Parcel`."""
+"""The content of parcels in one process, and their transport to others; see `daskserve.payload.parcels`."""
 
 from __future__ import annotations
 

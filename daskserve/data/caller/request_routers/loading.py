@@ -15,7 +15,7 @@ from daskserve.options.fields.pickled import PICKLED
 from daskserve.payload.importing import import_definition
 from daskserve.payload.pickling import load_bytes
 
-#: The built-in routers by their names in options; see `daskserve.options.request_router`.
+#: The built-in routers by their names in options; see `daskserve.options.routing.request_router`.
 BUILT_IN: Mapping[str, type[RequestRouter]] = MappingProxyType(
     {
         "RoundRobin": RoundRobinRouter,

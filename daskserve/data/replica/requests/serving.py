@@ -46,7 +46,8 @@ class ServingCode:
         self.has_method_header = False
         #: Returns a call's arguments with the values that the caller sent separately.
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
-        #: The description of the replica for callers that choose it; see `daskserve.ReplicaSelection`.
+        #: The description of the replica for callers that choose it; see
+        #: `daskserve.data.caller.calls.replica_choice.ReplicaSelection`.
         self.place: Mapping[str, Any] = {}
         #: The templates of its spans; None before the first one.
         self.templates: ReplicaTemplates | None = None
