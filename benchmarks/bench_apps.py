@@ -1,10 +1,10 @@
-"""Applications as people write them, beside the server that they would use otherwise.
+"""Typical applications on daskserve, compared with the usual server for each.
 
-FastAPI applications (``programs/apps.py``) run in two workers of daskserve with default settings, and under
-``uvicorn --workers 2``, or by ``daskserve run`` beside as many workers of uvicorn. ``@serve.batch`` runs
-beside mosec. The systems take turns; all bodies differ. For each case this prints the ratio of the requests
-per second, and the CPU time per request of all processes that serve (user and system), which is steadier.
-WebSockets are driven by an asyncio client.
+FastAPI applications (``programs/apps.py``) run in two workers of daskserve with default settings, compared
+with ``uvicorn --workers 2``; or under ``daskserve run``, compared with as many workers of uvicorn.
+``@serve.batch`` is compared with mosec. The systems take turns; all bodies differ. For each case this prints
+the ratio of the requests per second, and the CPU time per request of all serving processes (user and system),
+which varies less. WebSockets are driven by an asyncio client.
 
 All systems run in this environment, which needs ``pip install fastapi mosec``. Run:
 ``python benchmarks/bench_apps.py [--only WORD]``.
@@ -43,7 +43,7 @@ MESSAGE = b"a message of some length, as people write them"
 
 @dataclass(frozen=True)
 class Case:
-    """One application, what is sent to it, and the system beside which it runs."""
+    """One application, its requests, and the system it is compared with."""
 
     name: str
     target: str
@@ -56,7 +56,7 @@ class Case:
     connections: int = CONNECTIONS
     #: The arguments of the peer's program.
     peer_arguments: tuple[object, ...] = ()
-    #: The ``--workers`` of ``daskserve run``, if that serves, and of uvicorn.
+    #: The ``--workers`` of ``daskserve run``, if the case uses it, and of uvicorn.
     workers: int = 0
 
 
@@ -123,7 +123,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Round:
-    """What one system did in one round."""
+    """The result of one system in one round."""
 
     rate: float
     cpu_us: float
@@ -155,7 +155,7 @@ def uvicorn(workers: int = 2) -> AbstractContextManager[System]:
 
 
 def shipped(workers: int) -> AbstractContextManager[System]:
-    """Run the application as one does on one's own machine."""
+    """Run the application with ``daskserve run``, as on a developer's machine."""
     command = ["-m", "daskserve", "run", APP, "--workers", str(workers), "--no-access-log"]
     return _running([sys.executable, *command], workers)
 
@@ -203,10 +203,10 @@ def load(case: Case, system: System, path: str, *, connections: int, seconds: fl
 
 
 async def talk(url: str, *, connections: int, seconds: float) -> list[float]:
-    """Send messages over WebSockets, each after the echo of the one before; return their sorted times."""
+    """Send messages over WebSockets, each after the echo of the last; return the sorted round-trip times."""
     place = urlsplit(url)
     took: list[float] = []
-    frame = bytes([0x81, 0x80 | len(MESSAGE)]) + bytes(4) + MESSAGE  # masked with zeros
+    frame = bytes([0x81, 0x80 | len(MESSAGE)]) + bytes(4) + MESSAGE  # the mask is zero
     echoed = bytes([0x81, len(MESSAGE)]) + MESSAGE
 
     async def one(number: int) -> None:
@@ -227,7 +227,7 @@ async def talk(url: str, *, connections: int, seconds: float) -> list[float]:
 
 
 def measure(case: Case, system: System, path: str, seconds: float) -> Round:
-    """Return the result of one round: under load, then with one connection."""
+    """Return the results of one round, first under load, then with one connection."""
     found = load(case, system, path, connections=case.connections, seconds=seconds)
     alone = load(case, system, path, connections=1, seconds=1)
     return Round(found.rate, found.cpu_us, alone.p50_us)
@@ -266,7 +266,7 @@ def main() -> None:
     end_on_sigterm()
     need_wrk()
     os.environ.update(ENVIRONMENT)
-    sys.path.append(str(PROGRAMS))  # which the workers inherit
+    sys.path.append(str(PROGRAMS))  # the workers inherit it
     for case in CASES:
         for server in (given.server,) if given.server else ("asyncio", "tornado"):
             if given.only in case.name:

@@ -1,15 +1,15 @@
-"""What others see while clients try to take what all share, under both HTTP servers.
+"""How other clients fare while attackers try to exhaust shared resources, under both HTTP servers.
 
-Two workers: the proxy and the replica that is attacked are in one of them, a plain backend is in the other.
-An attack is 40 clients in a separate process, with 12 MB in all (`programs/attacker.py`). Meanwhile one
-client sends GETs to the plain backend and one uses a WebSocket of the attacked replica, both over
-connections that they keep. Measured: the median and the longest answer of both, what failed, what the
-attackers were told, which limits they met, the CPU time that they cost, and whether a replica was replaced.
+Setup: two workers. One has the proxy and the attacked replica, the other has a plain backend. An attack is 40
+clients in a separate process, with 12 MB in all (`programs/attacker.py`). Meanwhile, one client sends GETs to
+the plain backend, and one uses a WebSocket of the attacked replica, both over persistent connections.
+Measured: the median and the longest response time of both, their failures, the responses to the attackers,
+the limits that they reached, the CPU time that they cost, and whether a replica was replaced.
 
 Run: ``python benchmarks/bench_attacks.py [--kinds NAME,...] [--server tornado,asyncio] [--seconds N]
-[--descriptors N] [--isolation process] [--apart]``. With ``--descriptors``, the workers may have only so
-many, and each GET has its own connection. It prints a line per case, and exits with 1 if a replica was
-replaced or a client of the others failed.
+[--descriptors N] [--isolation process] [--apart]``. ``--descriptors`` limits the file descriptors of the
+workers, and each GET then has its own connection. It prints a line per case, and exits with 1 if a replica
+was replaced or another client's request failed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def application() -> Any:
 
 
 class Bystander:
-    """Asks again and again, and records how long each answer takes."""
+    """Sends requests in a loop, and records how long each response takes."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._ask = ask
@@ -105,7 +105,7 @@ class Bystander:
 
 
 def get(url: str, *, keeps_connection: bool) -> Callable[[], None]:
-    """Return a function that sends a GET and waits for its answer."""
+    """Return a function that sends a GET and waits for the response."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE_S)
 
@@ -147,7 +147,7 @@ def socket_of(url: str) -> Iterator[Callable[[], None]]:
 
 
 def limits_met(dask_worker: Any) -> dict[str, float]:
-    """Return how often the proxy of a worker has met each limit; Dask's client runs this there."""
+    """Return how often the proxy of a worker has enforced each limit; Dask's client runs this there."""
     return {
         str(labels[-1]): value
         for actor in dask_worker.state.actors.values()
@@ -160,7 +160,7 @@ def limits_met(dask_worker: Any) -> dict[str, float]:
 
 
 def try_kind(server: str, kind: str, given: argparse.Namespace) -> bool:
-    """Run one case; return whether the others were served."""
+    """Run one case; return whether the other clients were served."""
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     http = {"port": 0, "server": server, "websocket_compression": True}
     try:

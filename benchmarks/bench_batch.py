@@ -1,13 +1,15 @@
-"""Batch inference through a deployment beside plain Dask and Ray Data, and what live calls see of it.
+"""Batch inference through a deployment, compared with plain Dask and Ray Data, and its effect on live calls.
 
-``frames``: a small neural network scores a dataframe of 40 partitions, by ``dask.dataframe.map_partitions``
-with the model inside the function (made once for each worker), and by ``handle.map_partitions``. In turns.
-``--ray python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
-``live``: the latency of calls that are sent every 50 ms, with and without ``handle.map`` beside them. The
-code waits 10 or 100 ms for an answer, as for an accelerator: in 8 slots, in 2 replicas with one slot, and in
-batches of which 2 run at a time. With a single slot, the factor cannot be less than 2. ``memory``, if it is
-named: the memory of the program that reads a map of ``--items`` items, 10 million by default, which take a
-quarter of an hour.
+``frames``: a small neural network scores a dataframe of 40 partitions. ``dask.dataframe.map_partitions`` with
+the model inside the function (created once per worker) and ``handle.map_partitions`` take turns. ``--ray
+python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
+
+``live``: the latency of calls that are sent every 50 ms, with and without a concurrent ``handle.map``. Each
+call waits 10 or 100 ms, as if for an accelerator: in 8 slots, in 2 replicas with one slot, and in batches of
+which 2 run at a time. With a single slot, the factor cannot be less than 2.
+
+``memory``, only if named: the memory of the
+program that reads a map of ``--items`` items (10 million by default, about 15 minutes).
 
 Run: ``python benchmarks/bench_batch.py [frames] [live] [memory] [--rounds 5] [--ray /path/to/python]``, with
 pandas and pyarrow.
@@ -41,7 +43,7 @@ LIVE_CALLS, LIVE_EVERY_S = 150, 0.05
 
 
 class Network:
-    """A network with one hidden layer; the peer has the same."""
+    """A network with one hidden layer, as in the program for Ray."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -65,7 +67,7 @@ class Doubler:
 
 
 class Accelerator:
-    """Waits for its answers."""
+    """Waits for each call, as if for an accelerator."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -76,7 +78,7 @@ class Accelerator:
 
 
 class BatchAccelerator:
-    """Waits for the answers of several calls at a time."""
+    """Waits once for a batch of calls."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -87,7 +89,7 @@ class BatchAccelerator:
         return values
 
 
-#: Class, its time, and the options of the deployment.
+#: The class, its waiting time, and the options of the deployment.
 LIVE_CASES: dict[str, tuple[Any, float, dict[str, int]]] = {
     "100 ms, 8 slots": (Accelerator, 0.1, {"max_ongoing_requests": 8}),
     "10 ms, 8 slots": (Accelerator, 0.01, {"max_ongoing_requests": 8}),
@@ -226,7 +228,7 @@ def bench_memory(client: serve.Client, items: int) -> None:
 
 
 def _ready(client: Client) -> Client:
-    """Return a client once the workers have imported what takes long."""
+    """Return a client once the workers have finished their slow imports."""
     client.run(importlib.import_module, "pandas")
     return client
 

@@ -1,9 +1,9 @@
 """Live requests while other requests keep the cluster busy with Dask tasks.
 
-Requests are sent at a fixed rate, and their latency counts from when they should have been sent. Those of
-`Asks` run one small Dask task each; those of `Answers` run none. The tasks beside them have a lower priority
-than those of `Asks`, or the same one; and the replica of `Answers` shares its worker with them, or occupies
-all of its threads. The cases take turns, on two workers with one thread each.
+Requests are sent at a fixed rate, and each latency counts from the time at which the request was due. Each
+request to `Asks` runs one small Dask task; requests to `Answers` run none. The tasks of the other requests
+have a lower priority than those of `Asks`, or the same. The replica of `Answers` shares its worker with
+tasks, or occupies all threads of its worker. The cases take turns, on two workers with one thread each.
 
 Run: ``python benchmarks/bench_beside.py [--seconds 5] [--rounds 3] [--rate 10]``.
 """
@@ -26,12 +26,12 @@ from distributed import Client, LocalCluster, get_client
 
 import daskserve as serve
 
-#: How many tasks one request of `Floods` submits, and for how long each of them computes.
+#: Number of tasks that one request to `Floods` submits, and how long each task computes.
 TASKS, TASK_S = 40, 0.01
 
 
 def compute(_: Any, for_s: float = TASK_S) -> float:
-    """Multiply matrices, as batch work does: mostly without the interpreter lock."""
+    """Multiply matrices, which mostly runs without the interpreter lock, as batch work does."""
     ends_at = time.thread_time() + for_s
     matrix = np.ones((120, 120))
     while time.thread_time() < ends_at:
@@ -60,7 +60,7 @@ class Floods:
 
 @contextmanager
 def flooded(handle: Any | None) -> Iterator[None]:
-    """Keep two requests of `Floods` under way."""
+    """Keep two requests to `Floods` in flight."""
     is_over = threading.Event()
 
     def flood() -> None:

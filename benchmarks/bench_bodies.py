@@ -1,7 +1,8 @@
-"""Bodies of 10 MB beside uvicorn: the CPU time of a request, and the memory that it takes and leaves.
+"""Bodies of 10 MB, compared with uvicorn: CPU time per request, and memory during and after the load.
 
-Each system gets the same number of requests over the same connections, in turns; so a busy machine changes
-the CPU time less than the rate. daskserve runs in one worker with a proxy and a replica, uvicorn alone.
+Each system gets the same number of requests over the same number of connections, in turns. CPU time is
+measured because other work on the machine affects it less than the rate. daskserve runs in one worker with a
+proxy and a replica, uvicorn alone.
 
 It needs ``pip install uvicorn``. Run: ``python benchmarks/bench_bodies.py [--connections N] [--rounds N]``.
 """
@@ -21,9 +22,9 @@ from urllib.parse import urlsplit
 from http_load import PROGRAMS, System, end_on_sigterm, program
 
 SIZE_BYTES = 10_000_000
-#: How long a system rests before the memory that is left is measured.
+#: How long a system is idle before its remaining memory is measured.
 REST_S = 10.0
-#: What is sent, and what is served: see ``programs/serve_case.py`` and ``programs/bodies.py``.
+#: The requests and the applications; see ``programs/serve_case.py`` and ``programs/bodies.py``.
 CASES = {
     "POST, async class": ("POST", "async body", ""),
     "POST, plain class": ("POST", "plain body", ""),
@@ -34,7 +35,7 @@ CASES = {
 
 @dataclass
 class Figures:
-    """What the rounds of one system took."""
+    """The CPU time and memory of one system in all rounds."""
 
     cpu_ms: list[float] = field(default_factory=list)
     mb_per_s: list[float] = field(default_factory=list)
@@ -47,7 +48,7 @@ def memory_mb(system: System) -> float:
 
 
 def talk(url: str, method: str, path: str, count: int) -> None:
-    """Send requests over one connection, each after the response to the one before."""
+    """Send requests over one connection, each after the response to the last one."""
     place = urlsplit(url)
     body = bytes(SIZE_BYTES) if method == "POST" else b""
     head = f"{method} {place.path.rstrip('/')}/{path} HTTP/1.1\r\nHost: {place.netloc}\r\n"

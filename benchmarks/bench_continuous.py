@@ -1,14 +1,14 @@
-"""Continuous batches beside fixed ones of the same model, and the cost of the engine alone.
+"""Continuous batches compared with fixed batches of the same model, and the cost of the engine alone.
 
-The model is numpy: a step multiplies the rows of up to 8 texts by one matrix, and takes hardly longer for 8
-than for one. Texts have 5 to 200 tokens, most of them few: each doubling of the length is as likely as the
-next. (Were all lengths equally likely, none could get more than 1.74 times the tokens of a fixed batch, whose
-steps would be 0.57 full.) Both kinds run in one process, without HTTP:
+The model uses numpy: a step multiplies the rows of up to 8 texts by one matrix, and takes hardly longer for 8
+than for one. Texts have 5 to 200 tokens on a logarithmic scale, so most of them are short. (If all lengths
+were equally likely, the steps of a fixed batch would be 57% full, so no engine could be more than 1.74 times
+as fast.) Both kinds run in one process, without HTTP:
 
 - tokens per second, and tokens per step, while 32 callers send one text after the other;
-- the time to the first token while texts arrive at random, at 0.6 of the rate that the fixed batch can do;
-- a model that does nothing: the CPU time of a step, and of each request in it, beside the wake-up of a task,
-  which each output of an async engine needs.
+- the time to the first token while texts arrive at random, at 60% of the maximum rate of the fixed batch;
+- with a model that does nothing, the CPU time of a step and of each request in it, compared with the wake-up
+  of a task, which each output of an async engine needs.
 
 Fixed and continuous take turns, and each ratio is the median of the ratios.
 

@@ -178,7 +178,7 @@ def recovery_s(world: World) -> float:
 
 
 def app_spec(number: int) -> ApplicationSpec:
-    """Return an application of an ingress and what it calls."""
+    """Return an application of two deployments: an ingress, and the deployment that it calls."""
     name = f"app{number:05d}"
     back, front = f"{name}/back", f"{name}/front"
     deployments = (
@@ -234,7 +234,7 @@ def read_s(numbers: Sequence[int]) -> float:
 
 
 def plan_s(world: World, numbers: Sequence[int]) -> float:
-    """Return the seconds that the plan of applications takes, given what was built."""
+    """Return the seconds that the plan of built applications takes."""
     built = {each.name: each for each in map(app_spec, numbers)}
     began = time.process_time()
     apps = {name: planned(world.state, name, each) for name, each in built.items()}
@@ -244,7 +244,7 @@ def plan_s(world: World, numbers: Sequence[int]) -> float:
 
 
 def declare_apps(world: World, numbers: Sequence[int]) -> float:
-    """Declare applications by one file and settle them; return the seconds that this took."""
+    """Deploy applications from one file and settle them; return the seconds that this took."""
     specs = {each.name: each for each in map(app_spec, numbers)}
     began = time.process_time()
     applied = apply(
@@ -381,7 +381,7 @@ def creations(folder: Path) -> list[tuple[tuple[float, int, int], tuple[float, i
 
 
 def show_file(apps: World, show: Callable[[str, str, bool, str], None]) -> None:
-    """Show what a file of the applications of a world costs."""
+    """Print the times of a configuration file with the applications of an instance."""
     numbers = range(APPLICATIONS)
     taken = statistics.median(read_s(numbers) for _ in range(3))
     show("their file: reading it", f"{taken:.2f} s", taken < READ_BOUND_S, "1 s")

@@ -1,10 +1,10 @@
-"""What each fault of user code costs, in both kinds of isolation.
+"""The effects of each fault of user code, in both kinds of isolation.
 
 Setup: four workers with nannies, one of them for the controller and the proxy (``system_workers``). On each
 of the others are a replica of a backend under load, from connections that send one GET after another, and a
-replica of the backend with the fault. A single GET runs into the fault. Measured: its answer, how many
-worker processes ended, how many replicas with the fault were replaced, how many requests of the load failed,
-the longest of them, and the time until all replicas run again.
+replica of the backend with the fault. A single GET triggers the fault. Measured: its response, the number of
+worker processes that ended, of replicas with the fault that were replaced, and of requests of the load that
+failed, the longest request of the load, and the time until all replicas run again.
 
 Run: ``python benchmarks/bench_faults.py [--faults NAME,...] [--isolation thread,process] [--async]``. It
 prints a line per case, and exits with 1 if a request of the load failed.
@@ -64,7 +64,7 @@ def fork(_: Any) -> str:
 
 
 def fork_that_returns(_: Any) -> str:
-    """Fork, and let the child go on as if it were the parent."""
+    """Fork, and let the child continue as if it were the parent."""
     return f"from {os.fork()}"
 
 
@@ -76,7 +76,7 @@ def use_pool(_: Any) -> str:
 
 
 def leave_fork(_: Any) -> str:
-    """Leave a forked process behind, then end the own one."""
+    """Leave a forked process behind, then end this process."""
     if not os.fork():
         time.sleep(20)
         os._exit(0)

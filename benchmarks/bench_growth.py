@@ -1,9 +1,8 @@
-"""What grows with the replicas of a worker and with the connections of a proxy: the CPU time of a request.
+"""The CPU time of a request as replicas of a worker and connections of a proxy increase.
 
-A no-op, as an async function and as a plain one, in one worker with 1, 2 and 10 replicas and with 100
-connections, beside the same with one replica. Then one replica with 1,000 connections, beside the same with
-100, and uvicorn with an application of three lines likewise. All are served at the same time and loaded in
-turns.
+A no-op, async and plain, is served in one worker with 1, 2 and 10 replicas and with 100 connections, compared
+with one replica. Then one replica with 1,000 connections is compared with 100 connections, and likewise
+uvicorn with an application of three lines. All systems run at the same time and are loaded in turns.
 
 Run: ``python benchmarks/bench_growth.py [--rounds N] [--server tornado|asyncio]``. It prints a line per case,
 with the median of the ratios of a round and their range.

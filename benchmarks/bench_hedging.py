@@ -1,8 +1,8 @@
-"""Hedged requests over HTTP: the tail of a deployment whose requests sometimes take long, with and without.
+"""The tail latency of a deployment with occasional slow requests, with and without hedged requests.
 
-4 replicas take 20 ms for a request, and 300 ms for 3 in 100 of them by chance. 16 callers send a GET every
-0.1 s on average. Measured: percentiles of the answers' times, plain and hedged in turns, and the share of
-second tries.
+4 replicas take 20 ms for a request, and 300 ms for a random 3% of requests. 16 callers send a GET every 0.1 s
+on average. Measured: percentiles of the response times, plain and hedged in turns, and the share of second
+attempts.
 
 Run: ``python benchmarks/bench_hedging.py [--runs N] [--seconds N]``.
 """
@@ -37,7 +37,7 @@ class SometimesSlow:
 
 
 async def call(url: str, rng: random.Random, until: float, took: list[float]) -> None:
-    """Send requests over one connection until a time; note how many milliseconds each took."""
+    """Send requests over one connection until a time; record how many milliseconds each took."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     while time.perf_counter() < until:
@@ -71,7 +71,7 @@ def main() -> None:
         for name, config in (("plain", None), ("hedged", {"quantile": 0.95, "budget": 0.05})):
             handle = serve.run(deployment.options(hedging_config=config).bind(), route_prefix="/")
             url = client.http_urls()[0]
-            asyncio.run(load(url, 3.0))  # the percentile has to be known
+            asyncio.run(load(url, 3.0))  # the hedging delay is a percentile, which has to be known first
             before = sum(handle.broadcast("count").results(10))
             took = asyncio.run(load(url, given.seconds))
             tries = sum(handle.broadcast("count").results(10)) - before

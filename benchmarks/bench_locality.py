@@ -1,4 +1,4 @@
-"""A call with 100 MB of Dask's: beside the value, from another worker, by value, and a plain task.
+"""A call with an array of 100 MB in Dask: on its worker, from another worker, by value, and as a plain task.
 
 Run: ``python benchmarks/bench_locality.py [--rounds 10]``.
 """
@@ -25,7 +25,7 @@ def first(array: Any) -> float:
 
 @serve.deployment(num_replicas=1)
 class Model:
-    """Reads one number, so that only the way of the array counts."""
+    """Reads one number, so that the time is that of the transfer."""
 
     def place(self) -> str:
         return str(get_worker().address)
@@ -35,7 +35,7 @@ class Model:
 
 
 def measure(rounds: int, ways: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]) -> None:
-    """Print how long each call takes; the calls take turns, and their values are made before."""
+    """Print how long each call takes; the calls take turns, and their arrays are created beforehand."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (prepare, call) in ways.items():

@@ -1,11 +1,11 @@
-"""Memory of the serving processes, before and after many requests of which a fifth is cancelled.
+"""Memory of the serving processes before and after many requests, a fifth of which are cancelled.
 
-One process makes the load over plain sockets: 32 connections, whose requests differ in query, headers
-and body. A fifth of them end by a reset at a random moment: within the head, within the body of an upload,
-before the answer or within it. All other requests must be answered with 200. Memory is measured after a
-warm-up of a tenth of the requests (at least 20,000) and again at the end, when all gauges are zero, each time
-after a garbage collection. The RSS of each process must grow by less than 5 MiB. PSS is reported too, but it
-depends on other processes that use the same libraries.
+One process sends the load over plain sockets: 32 connections, whose requests differ in query, headers and
+body. A fifth of them end by a reset at a random moment: within the head, within the body of an upload, before
+the answer or within it. All other requests must be answered with 200. Memory is measured after a warm-up of a
+tenth of the requests (at least 20,000) and again at the end, when all gauges are zero, each time after a
+garbage collection. The RSS of each process must grow by less than 5 MiB. PSS is reported too, but it depends
+on other processes that use the same libraries.
 
 1. one hop: the proxy in one worker, the replica in another.
 2. zero hop: one worker with proxy and replica.

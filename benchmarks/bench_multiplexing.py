@@ -3,11 +3,13 @@
 1. 4 callers ask for one model, alone and while 8 others ask for models that each take 0.2 s to load.
    Measured: the 99th percentile of the 4.
 2. 300 models of Zipf popularity on 4 replicas of 8, 8 callers. Measured: the share of requests whose model
-   was loaded, beside that of the best placement of whole models.
-3. The cost of the choice of a replica by model, beside that without one.
+   was loaded, relative to the best fixed placement of the models.
+3. The cost of choosing a replica by model, compared with a choice without a model.
 
-Ray Serve runs in the same run. Run: ``python benchmarks/bench_multiplexing.py [--python DIR/bin/python]``,
-with an environment that has ``ray[serve]``.
+Ray Serve is measured in the same run.
+
+Run: ``python benchmarks/bench_multiplexing.py [--python DIR/bin/python]``, with an environment that has
+``ray[serve]``.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def theirs(load_s: float, python: str) -> Iterator[str]:
 
 
 async def call(url: str, ids: Callable[[], str], until: float, took: list[tuple[float, bool]]) -> None:
-    """Send requests over one connection until a time; note how long each took, and whether it hit."""
+    """Send requests over one connection until a time; record each time, and whether the model was loaded."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     while time.perf_counter() < until:
@@ -88,7 +90,7 @@ async def call(url: str, ids: Callable[[], str], until: float, took: list[tuple[
 
 
 async def cached_beside_loads(url: str, seconds: float) -> tuple[float, float]:
-    """Return the 99th percentile for a loaded model in ms: alone, and while others load."""
+    """Return the 99th percentile for a loaded model in ms: alone, and while other models load."""
     found = []
     numbers = itertools.count()
     for others in (0, 8):

@@ -1,9 +1,10 @@
-"""The tail at a steady rate that leaves the machine mostly idle: a FastAPI application beside uvicorn.
+"""Tail latency of a FastAPI application at a low rate, compared with uvicorn.
 
-Requests are sent at random times at a fixed rate (``programs/open_loop.py``), and their latency counts from
-when they should have been sent. The application runs in two workers of daskserve with default settings, and
-under ``uvicorn --workers 2``; the two take turns. For each this prints the median over the rounds of the p50,
-p99 and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
+Requests are sent at random times with a fixed mean rate (``programs/open_loop.py``), and each latency counts
+from the time at which the request was due. The application runs in two workers of daskserve with default
+settings, and under ``uvicorn --workers 2``; the two take turns. For each system this prints the medians over
+the rounds: p50, p99, p99.9, and the CPU time per request, which includes the work of the processes between
+requests.
 
 It needs ``pip install fastapi uvicorn httptools uvloop scikit-learn``. Run:
 ``python benchmarks/bench_open_loop.py [--rate 500] [--seconds 8] [--rounds 5] [--event-loop worker]``.
@@ -49,7 +50,7 @@ def measure(system: System, path: str, rate: float, seconds: float) -> Tail:
 def compare(
     name: str, path: str, server: str, event_loop: str, *, rate: float, seconds: float, rounds: int
 ) -> None:
-    """Print a line for each figure of an endpoint."""
+    """Print a line for each metric of an endpoint."""
     with ExitStack() as stack:
         case = Case(name, APP, path, "image", config={"event_loop": event_loop})
         us = stack.enter_context(ours(case, server))
@@ -80,7 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     end_on_sigterm()
     os.environ.update(ENVIRONMENT)
-    sys.path.append(str(PROGRAMS))  # which the workers inherit
+    sys.path.append(str(PROGRAMS))  # the workers inherit it
     for name, path in PATHS.items():
         how = {"rate": given.rate, "seconds": given.seconds, "rounds": given.rounds}
         compare(name, path, given.server, given.event_loop, **how)

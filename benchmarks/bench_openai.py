@@ -1,10 +1,10 @@
-"""Tokens per second and the time to the first token through OpenAI's interface, beside other servers.
+"""Tokens per second and the time to the first token through OpenAI's interface, compared with other servers.
 
-The model makes a token every 5 ms for each request, without any work, so what is measured is the server:
-200 callers could get 40,000 tokens per second. Callers ask for one stream of 100 tokens after the other, each
-over a connection of its own, for some seconds. The server has two workers, one with the proxy and OpenAI's
-interface, and one with the model. The peers answer in the same form: Ray Serve with an ingress that reads the
-stream of a second deployment, and LitServe with its ``OpenAISpec``. Systems take turns; figures are medians
+The model produces a token every 5 ms for each request without computing anything, so only the server limits
+the rate: 200 callers could get 40,000 tokens per second. For some seconds, each caller requests one stream of
+100 tokens after another over its own connection. The server has two workers, one with the proxy and OpenAI's
+interface, and one with the model. The peers have the same interface: Ray Serve with an ingress that reads the
+stream of a second deployment, and LitServe with its ``OpenAISpec``. Systems take turns; results are medians
 over the runs.
 
 The peers need a separate environment: ``python -m venv DIR``, then ``DIR/bin/pip install "ray[serve]"
@@ -30,12 +30,12 @@ from daskserve.openai import build_app
 
 TOKENS = 100
 TOKEN_S = 0.005
-#: A token in a chunk: a text that is not empty, unlike that of the chunk with the role.
+#: A token in a chunk: a text that is not empty; the chunk with the role has an empty text.
 TOKEN = re.compile(rb'"content": ?"[^"]')
 
 
 class Paced:
-    """Makes tokens at a steady pace."""
+    """Produces tokens at a constant rate."""
 
     async def generate(self, request: Any) -> AsyncIterator[str]:
         for _ in range(request.max_tokens):

@@ -1,13 +1,12 @@
-"""What clients see when the scheduler dies under load and returns, seconds later, at the same address.
+"""Failures that clients see when the scheduler dies under load and restarts at the same address.
 
 A scheduler, two workers and a deployment with two replicas, each in a separate process. Four kinds of
 requests run without a pause: short GETs, POSTs that take 0.3 s, streams that take 2 s, and calls by handle.
-The scheduler is killed, stays away, and starts again on the same port.
+The scheduler is killed, and starts again on the same port some seconds later.
 
-Run: ``python benchmarks/bench_outage.py [--no-nanny] [--away S] [--store memory] [--signal TERM]``.
-It prints, for each kind, how many requests were answered and how many failed while the scheduler was there,
-away and back, and how they failed. It also prints how long a change took once the scheduler listened again:
-one more replica.
+Run: ``python benchmarks/bench_outage.py [--no-nanny] [--away S] [--store memory] [--signal TERM]``. For each
+kind, it prints how many requests succeeded and failed, and how they failed: before the outage, during it and
+after it. It also prints how long it takes to add one replica once the scheduler listens again.
 """
 
 from __future__ import annotations

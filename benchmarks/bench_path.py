@@ -1,11 +1,11 @@
 """CPU time of a request, part by part, in one process.
 
-There are no sockets except a pair for each channel, no threads except those of user code, and no other
-process. A simulated transport feeds requests as bytes to the server's protocol, over 32 connections or as 64
-concurrent calls. All requests of a round differ. Each line adds one part to the line before. The value is the
-minimum of many short rounds, on which other work on the machine has little effect: two runs differ by 2%, so
-a change of one microsecond is visible. In production each part takes longer, because caches are colder and
-system calls are added.
+The only sockets are a pair for each channel, and the only threads are those of user code. A simulated
+transport feeds requests as bytes to the server's protocol, over 32 connections or as 64 concurrent calls. All
+requests of a round differ. Each line adds one part to the line before. The value is the minimum of many short
+rounds, on which other work on the machine has little effect. Two runs differ by 2%, so a change of one
+microsecond is visible. In production each part takes longer, because caches are colder and system calls are
+added.
 
 Run: ``python benchmarks/bench_path.py [--rounds N]``; it needs uvicorn, httptools and uvloop.
 """
@@ -70,9 +70,9 @@ from daskserve.telemetry.tracing.process import KEY, Tracing
 #: The load: the distinct requests of a round.
 REQUESTS = tuple(
     b"GET /b?n=%d HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nX-Client: %08x\r\n\r\n" % (number, number * 65537)
-    for number in range(512)  # whose spans are as many as may wait for their thread
+    for number in range(512)  # chosen so that their spans just fit in the queue of the exporting thread
 )
-#: The same number with a small image as their body, whose head and body arrive together.
+#: The same number of requests with a small image as the body; head and body arrive together.
 IMAGES = tuple(
     b"POST /b?n=%d HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nContent-Length: %d\r\n\r\n%s"
     % (number, len(body), body)
@@ -80,9 +80,11 @@ IMAGES = tuple(
     for body in (b'{"pixels": [%s]}' % b", ".join(b"%d" % (number * place % 17) for place in range(64)),)
 )
 CONNECTIONS, CALLS = 32, 64
-#: The line of what a traced request costs the thread that exports its spans, without the connection.
+#: The output line for the cost of a traced request in the thread that exports its spans, without the
+#: connection.
 EXPORT = "the thread of traces, for a traced request"
-#: The line of the same number of spans by OpenTelemetry's SDK alone, with its own encoder and no connection.
+#: The output line for the same number of spans in OpenTelemetry's SDK alone, with its own encoder and no
+#: connection.
 PEER = "OpenTelemetry's SDK, four spans and their export"
 PER_ROUND = len(REQUESTS)
 HEADERS = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"2")]
@@ -155,7 +157,7 @@ class OneConnection:
 
 
 class OneRoute:
-    """The routes to the one worker, which is always reached directly."""
+    """The routes to the only worker, which is always reached directly."""
 
     def to(self, worker: str) -> Reachability:
         return Reachability.DIRECT
@@ -375,7 +377,7 @@ class Bench:
         near = await self.replica(answer_http, "worker")
         own = await self.replica(answer_http, "own")
         sized = await self.replica(SizedImages, "own")
-        # Their spans are made, and not exported.
+        # Their spans are recorded, but not exported.
         config = {"sampling_ratio": 1.0, "exporter_import_path": ""}
         self.tracing = tracing = Tracing("i", config, {}, lambda *_: None, lambda _: None)
         traced_near = await self.replica(answer_http, "worker", tracing)

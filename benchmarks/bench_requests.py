@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from http_load import Place, System, end_on_sigterm, floor_of, need_wrk, serving, wrk
 
 WORKER_LOOP = {"event_loop": "worker"}
-#: To files, because standard output is the reader's; a line costs as much there.
+#: Logs go to files, because the benchmark's standard output is read by a person; a line costs the same.
 LOGS = {"logs_dir": os.path.join(tempfile.gettempdir(), "daskserve-bench-logs"), "output": "files"}
 
 
@@ -39,7 +39,7 @@ class Case:
     connections: int = 32
 
     def beside(self) -> AbstractContextManager[System]:
-        """Start what the case is compared with: its floor, or the same without traces and logs."""
+        """Start the reference: the floor of the case, or the same case without traces and logs."""
         if self.place.traced is not None or self.place.logged is not None:
             return serving(replace(self.place, traced=None, logged=None))
         return floor_of(self.floor, self.place.processes)
@@ -57,7 +57,7 @@ CASES = [
         "floor_uvicorn",
     ),
     Case("asyncio, one hop", Place(hops=1, server="asyncio"), "floor_uvicorn", 100),
-    # The floor of these is the same without traces or logs.
+    # The floor of these cases is the same case without traces or logs.
     *(
         Case(f"asyncio, one hop, traces of {text}", Place(hops=1, server="asyncio", traced=ratio))
         for text, ratio in (("none", 0.0), ("1 %", 0.01), ("all", 1.0))
@@ -103,7 +103,7 @@ def main() -> None:
     given = parser.parse_args()
     end_on_sigterm()
     need_wrk()
-    os.environ["OTEL_TRACES_EXPORTER"] = "none"  # spans are made, and not sent
+    os.environ["OTEL_TRACES_EXPORTER"] = "none"  # spans are recorded, but not sent
     for case in CASES:
         if given.only in case.name:
             measure(case, runs=given.runs, seconds=given.seconds)

@@ -1,14 +1,13 @@
-"""Rollouts under load: what clients see of a faulty version before it is taken back.
+"""Rollouts under load: the errors that clients see before a faulty version is rolled back.
 
 Setup: two workers, a deployment with two replicas that fails 0.1 % of its requests, and a client that sends
 GETs over four connections. A new version begins with 10 % of the traffic. Measured: how the rollout ends,
-after how long, how
-many requests the new version failed, and when the last of its answers came, counted from its first failure if
-it fails all requests, otherwise from the moment at which the status said that it was taken back.
+after how long, how many requests the new version failed, and when its last response came. That time counts
+from the first failure if the version fails all requests, otherwise from the rollback in the status.
 
 Run: ``python benchmarks/bench_rollout.py [--trials N]``. It prints a line per case and exits with 1 if a
-rollout ends in another way than it should, or if a version that fails all requests has traffic 10 s after its
-first failure.
+rollout ends in another way than it should, or if a version that fails all requests still has traffic 10 s
+after its first failure.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def version(name: str, fails: float, **options: Any) -> Any:
 
 @dataclass
 class Load:
-    """GETs over several connections until `end`; when each answer of the new version and each error came."""
+    """GETs over several connections until `end`, with the times of errors and of new responses."""
 
     address: str
     answers: dict[str, list[float]] = field(default_factory=lambda: {"old": [], "new": [], "error": []})
@@ -74,7 +73,7 @@ class Load:
 
 
 def once(fails: float) -> tuple[str, float, int, float]:
-    """Return how a rollout ends, after how long, the failed requests, and when the last answer came."""
+    """Return how and when a rollout ends, its failed requests, and the time of the last response."""
     with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None, protocol="tcp") as cluster:
         with Client(cluster) as dask, serve.start(http_options={"port": 0}, dask_client=dask) as client:
             client.run(version("old", 0.001))

@@ -1,4 +1,4 @@
-"""Trials of rollouts on a real cluster: versions that fail 3 % of their requests, and versions as good.
+"""Repeated rollouts on a real cluster, of versions that fail 3 % of requests and of equally good versions.
 
 Setup: two workers and ten deployments, each a separate application with two replicas that fails 0.1 % of
 its calls. A program calls each of them by its handle, one call after another from several tasks. A new
@@ -34,7 +34,7 @@ LIMIT_S = 1800.0
 
 
 class Fault(Exception):
-    """What a version raises for the requests that it fails."""
+    """The error that a faulty version raises."""
 
 
 def version(number: int, name: str, fails: float, **options: Any) -> serve.Application:
@@ -54,7 +54,7 @@ def version(number: int, name: str, fails: float, **options: Any) -> serve.Appli
 
 @dataclass
 class Load:
-    """Calls of one deployment: the answers by version, and the latencies of the present phase."""
+    """Calls of one deployment: responses by version, and the latencies of the current phase."""
 
     handle: Any
     answers: Counter[str] = field(default_factory=Counter)
@@ -108,7 +108,7 @@ async def one_round(client: Any, count: int, fails: float) -> list[str]:
             try:
                 await client.run(new, name=f"app{n}", route_prefix=f"/{n}")
             except RolloutError:
-                pass  # taken back before it had the traffic of its first step
+                pass  # rolled back before it had the traffic of its first step
             return await ended(client, n)
 
         states = list(await asyncio.gather(*(rolled_out(n) for n in numbers)))

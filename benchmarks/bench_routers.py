@@ -1,12 +1,13 @@
-"""What a choice of each router costs, what a slow replica does to the tail, and how often a cache is hit.
+"""The cost of each router's choice, the effect of a slow replica on the tail, and the rate of cache hits.
 
 Pure: no cluster, no sockets; the latencies are in virtual time.
 
-1. The time of a choice and of the note that the request has ended, with 10, 100 and 1,000 replicas: process
-   time, of both threads for the user's own router, which has a separate one. Prompts have 2,000 characters,
-   and 8,000 in the last row. Bound: 20 us.
-2. 8 replicas of which one takes 10 times as long, at half of their capacity: percentiles of latencies.
-3. Conversations of 20 turns by 40 users on 4 replicas: the share of each prompt that its replica has seen.
+1. The time to choose a replica and to record the end of the request, with 10, 100 and 1,000 replicas. It is
+   process time; a user's router has its own thread, which is included. Prompts have 2,000 characters, and
+   8,000 in the last row. Bound: 20 us.
+2. Percentiles of latencies of 8 replicas at half of their capacity, one of which takes 10 times as long.
+3. Conversations of 20 turns by 40 users on 4 replicas: the share of each prompt that its replica has seen
+   before.
 
 Run: ``python benchmarks/bench_routers.py``. It exits with 1 if a choice exceeds the bound.
 """
@@ -38,7 +39,7 @@ WORDS = "the replica that has the beginning of a prompt in its cache answers soo
 
 
 class Own(RequestRouter):
-    """A router of the user's."""
+    """A router written by a user."""
 
     def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
         return [candidate_replicas[:2]]
@@ -52,7 +53,7 @@ BY_HTTP = "PrefixAffinity, HTTP"
 
 
 class Stage:
-    """The replicas of a process, and the router that chooses among them; PowerOfTwo without a router."""
+    """The replicas of a process, and the router that chooses among them, by default PowerOfTwo."""
 
     def __init__(self, router: str, size: int, now: Callable[[], float]) -> None:
         self.rng = random.Random(1)
@@ -90,11 +91,11 @@ def call(session: str, *args: Any) -> Envelope:
 
 
 async def cost_us(router: str, size: int, characters: int = 2000) -> float:
-    """Return the minimum time of a choice, with a session or a prompt if the router uses it."""
+    """Return the minimum time of a choice; the request has a session or a prompt if the router uses it."""
     is_http = router == BY_HTTP
     router = router.partition(",")[0]
     stage = Stage(router, size, asyncio.get_running_loop().time)
-    await asyncio.sleep(0.05)  # a router of the user's is loaded
+    await asyncio.sleep(0.05)  # loads the user's router
     rng = random.Random(2)
     texts = [prompt(rng, characters) for _ in range(50)] if router == "PrefixAffinity" else [""]
     bodies = [json.dumps({"model": "m", "prompt": each}).encode() if is_http else b"" for each in texts]
@@ -146,7 +147,7 @@ async def tail(router: str, count: int = 20_000) -> list[float]:
 
 
 async def hits(router: str) -> float:
-    """Return the mean share of a prompt that the replica which gets it has seen before."""
+    """Return the mean share of a prompt that the chosen replica has seen before."""
     stage = Stage(router, 4, asyncio.get_running_loop().time)
     rng = random.Random(4)
     system = prompt(rng, 500)

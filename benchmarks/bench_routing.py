@@ -73,7 +73,7 @@ def main() -> int:
     is_good = True
     for name, make in cases.items():
         few, many = make(FEW), make(MANY)
-        # In turns, so that other work on the machine affects both.
+        # The cases take turns, so that other work on the machine affects both.
         pairs = [(seconds(few), seconds(many)) for _ in range(ROUNDS)]
         few_s, many_s = (statistics.median(column) / REQUESTS for column in zip(*pairs, strict=True))
         ratio = many_s / few_s

@@ -1,9 +1,9 @@
-"""Tasks per second: submitted and run, through each kind of queue, beside Celery on the same Redis.
+"""Tasks per second through each kind of queue, compared with Celery on the same Redis.
 
 Each queue gets the same tasks, which return their argument. Measured: submitting them from one process; then
-running them by consumers in two worker processes, from the first result to the last; and both at once, as a
-queue lives: submitted by one process while the consumers run. The last column is the processor time of all
-processes for a task that is submitted and run.
+running them with consumers in two worker processes, from the first result to the last; and both at once, with
+one process that submits while the consumers run. The last column is the processor time of all processes for a
+task that is submitted and run.
 
 The floor is SQLite alone, without daskserve: a task is one row, which one transaction inserts and two others
 update. It submits one by one, or 100 in one transaction.
@@ -39,7 +39,7 @@ from daskserve.common.settings import LocalClusterSize
 DEADLINE_S = 300.0
 CONCURRENCY = 20
 
-#: A program for the other environment: it makes Celery's application, and submits tasks.
+#: A program for the other environment, which creates Celery's application and submits tasks.
 CELERY = """
 import sys, time
 from celery import Celery
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 
 class Echo:
-    """Returns what it gets."""
+    """Returns its argument."""
 
     @serve.tasks.task_handler
     def echo(self, value: int) -> int:
@@ -73,7 +73,7 @@ class Echo:
 
 @contextlib.contextmanager
 def redis_server(folder: str) -> Iterator[str]:
-    """Yield the URL of a server that writes each second to its disk."""
+    """Yield the URL of a Redis server that writes to its disk each second."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -107,7 +107,7 @@ def shown(name: str, *values: float | None) -> None:
 
 
 def measure_floor(folder: str, count: int, batch: int) -> None:
-    """Print what SQLite does on its own."""
+    """Print the rates of SQLite alone."""
     connection = sqlite3.connect(os.path.join(folder, f"floor{batch}.sqlite"), isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
@@ -134,7 +134,7 @@ def measure_floor(folder: str, count: int, batch: int) -> None:
 
 
 def measure(name: str, kept: Any, count: int, batch: int = 1) -> None:
-    """Print what one kind of queue does with tasks that are submitted one by one, or in batches."""
+    """Print the rates of one kind of queue, with tasks that are submitted one by one or in batches."""
     config = serve.tasks.TaskProcessorConfig(queue_name=f"bench{batch}", adapter_config=kept)
     tasks: Any = serve.tasks.instantiate_adapter_from_config(config)
 
@@ -168,7 +168,7 @@ def measure(name: str, kept: Any, count: int, batch: int = 1) -> None:
 
 
 def measure_celery(folder: str, url: str, count: int, place: str) -> None:
-    """Print what Celery does on the same server."""
+    """Print the rates of Celery on the same server."""
     program = Path(place) / "celery_bench.py"
     program.write_text(CELERY)
     python = str(Path(folder) / "bin" / "python")

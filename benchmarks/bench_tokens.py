@@ -1,10 +1,10 @@
-"""Streams of tokens over HTTP: continuous batches of daskserve beside the fixed ones of other servers.
+"""Streams of tokens over HTTP: daskserve's continuous batches compared with other servers' fixed batches.
 
-The model sleeps for a step, as one on an accelerator would, and has 8 slots. Texts have 5 to 200 tokens: each
-doubling of the length is as likely as the next. Callers ask for one text after the other for some seconds,
-each over its own connection, and read server-sent events. Measured: tokens per second, the time from
-the request to the first token, and the CPU time per token. mosec, LitServe and Ray Serve wait 10 ms for a
-batch to fill. Systems take turns; figures are medians over the runs.
+The model sleeps for each step, as if an accelerator computed it, and has 8 slots. Texts have 5 to 200 tokens
+on a logarithmic scale. For some seconds, each caller requests one text after another over its own connection,
+and reads server-sent events. Measured: tokens per second, the time from the request to the first token, and
+the CPU time per token. mosec, LitServe and Ray Serve wait 10 ms for a batch to fill. Systems take turns;
+results are medians over the runs.
 
 The others need a separate environment: ``python -m venv DIR``, then ``DIR/bin/pip install "ray[serve]" mosec
 litserve``. Run: ``python benchmarks/bench_tokens.py [--python DIR/bin/python] [--only WORD] [--runs N]``.

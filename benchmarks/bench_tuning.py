@@ -1,9 +1,9 @@
-"""Batches that find their size and wait, beside fixed ones, in real time.
+"""Batches with automatic size and wait, compared with fixed settings, in real time.
 
-The model sleeps for 10 ms and 0.5 ms per item, as one on an accelerator would. Some clients call again as
-soon as they have an answer. Measured: answers per second and the 99th percentile of their latencies, after
-two seconds. The fixed settings are those of a grid. ``tests/data/batching/test_tuning.py`` has more loads, in
-virtual time.
+The model sleeps for 10 ms plus 0.5 ms per item, as if an accelerator computed it. Some clients call again as
+soon as they have a response. Measured: responses per second and the 99th percentile of their latencies, after
+two seconds of warm-up. The fixed settings form a grid. ``tests/data/batching/test_tuning.py`` has more loads,
+in virtual time.
 
 Run: ``python benchmarks/bench_tuning.py [--clients N] [--seconds N]``.
 """
@@ -28,7 +28,7 @@ async def answer(items: list[int]) -> list[int]:
 
 
 async def measure(predict: Any, clients: int, seconds: float) -> tuple[float, float]:
-    """Return the answers per second, and the 99th percentile of their latencies."""
+    """Return the responses per second, and the 99th percentile of their latencies."""
     began, latencies = time.perf_counter(), []
 
     async def client() -> None:

@@ -1,8 +1,9 @@
 """This version of daskserve and another one, loaded in turns: the CPU time of a request, as a ratio.
 
-Both versions serve at the same time, each from its own checkout and environment, and wrk loads one after the
-other for a second. So what the machine does besides meets both alike, and a ratio of a few percent is
-visible. Each is started several times, because a process keeps its place in memory, and its speed with it.
+Both versions serve at the same time, each from its own checkout and environment, and wrk loads them
+alternately for one second each. Other work on the machine thus affects both equally, and a ratio of a few
+percent is visible. Each version is started several times, because the memory layout of a process affects its
+speed.
 
 The other checkout needs an environment in ``.venv``, as this one (``make .venv/.installed``), with ``pip
 install fastapi scikit-learn`` for the applications. Run:
@@ -29,7 +30,7 @@ SERVE = PROGRAMS / "serve_case.py"
 
 @dataclass(frozen=True)
 class Case:
-    """What is served (see ``programs/serve_case.py``), and the load."""
+    """The application (see ``programs/serve_case.py``) and the load."""
 
     served: str
     server: str

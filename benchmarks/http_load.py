@@ -65,11 +65,11 @@ def need_wrk() -> None:
 
 
 def in_own_session(command: list[str]) -> bytes:
-    """Run a program that loads a system; return what it prints.
+    """Run a program that loads a system, in a new session; return its output.
 
-    Linux shares the processors out by session (``sched_autogroup_enabled``). In the session of the benchmark,
-    the load would compete with a peer that was started there, but not with workers of Dask, which have
-    sessions of their own.
+    Linux schedules processes by session (``sched_autogroup_enabled``). In the benchmark's session, the load
+    would compete with a peer that was started there, but not with workers of Dask, which have their own
+    sessions.
     """
     return subprocess.run(command, capture_output=True, check=True, start_new_session=True).stdout
 
@@ -124,7 +124,7 @@ def program(path: Path, *arguments: object, python: str = sys.executable) -> Ite
 
 
 def _end(root: psutil.Process) -> None:
-    """Ask a process to end, and kill what is left of it and of all that it has started."""
+    """Ask a process to end, then kill it and all of its descendants that still run."""
     everyone = [root, *root.children(recursive=True)]
     root.terminate()
     _, alive = psutil.wait_procs(everyone, timeout=10)

@@ -1,4 +1,4 @@
-"""CPU time of the spans of a request: of the thread that exports them, and of OpenTelemetry's SDK alone."""
+"""CPU time of the spans of a request: in the thread that exports them, and in OpenTelemetry's SDK alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from daskserve.telemetry.tracing.process import Tracing
 
 
 def export_s(tracing: Tracing) -> float:
-    """Return the CPU seconds of the exporter's thread for the spans that wait, by request of four spans."""
+    """Return the CPU seconds of the exporter's thread for the waiting spans, per request of four spans."""
     resource, scope = Resource({"service.name": "i"}), InstrumentationScope("daskserve", "1")
     example = ReadableSpan(
         "", SpanContext(1, 1, is_remote=False), resource=resource, instrumentation_scope=scope
@@ -35,7 +35,7 @@ def export_s(tracing: Tracing) -> float:
 
 
 class EncodingExporter(SpanExporter):
-    """Encodes spans, and sends them nowhere."""
+    """Encodes spans without sending them."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         encode_spans(spans).SerializeToString()
@@ -43,7 +43,7 @@ class EncodingExporter(SpanExporter):
 
 
 def sdk_s(processor: BatchSpanProcessor, requests: int = 128) -> float:
-    """Return the CPU seconds, of all threads, in which the SDK makes and exports four nested spans."""
+    """Return the CPU seconds of all threads in which the SDK creates and exports four nested spans."""
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
     tracer = provider.get_tracer("bench")

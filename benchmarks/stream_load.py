@@ -1,7 +1,7 @@
 """Shared parts of the benchmarks of streams of tokens: callers, and systems that take turns.
 
-A measurement ends after its time, however slow a system is: callers are cut off in the middle of their
-streams. One that has no first token by then counts with the time that it has waited.
+A measurement ends after a fixed time, even if a system is slow: callers are cut off in the middle of their
+streams. If a caller has no first token by then, its waiting time so far counts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from http_load import System, program
 
 PEERS = Path(__file__).parent / "peers"
 
-#: Tokens count from this time on after the callers have begun.
+#: Tokens count only after this time since the start of the callers.
 WARM_S = 1.0
-#: How long a system may take to answer again once all callers have ended.
+#: Time limit for a system to respond again once all callers have ended.
 SETTLE_S = 60.0
 
 
@@ -92,7 +92,7 @@ class Caller:
 
 
 async def measure(system: System, texts: Texts, callers: int, seconds: float) -> Result:
-    """Return what callers get within a time; raise what one of them raises, or `TimeoutError`."""
+    """Return the results of callers within a time; raise a caller's error, or `TimeoutError`."""
     everyone = [Caller(system.url, texts, random.Random(number)) for number in range(callers)]
     tasks = [asyncio.ensure_future(each.run()) for each in everyone]
     try:
@@ -122,7 +122,7 @@ async def measure(system: System, texts: Texts, callers: int, seconds: float) ->
 def peers(
     files: Mapping[str, str], *arguments: object, python: str | None, only: str = ""
 ) -> Iterator[dict[str, System]]:
-    """Run the programs of other systems, if there is an interpreter for them; say which do not start."""
+    """Run the programs of other systems, if there is an interpreter for them; report failed starts."""
     with ExitStack() as stack:
         found = {}
         for name, file in files.items() if python else ():
@@ -137,7 +137,7 @@ def peers(
 def compare(
     systems: Mapping[str, System], texts: Texts, *, callers: Sequence[int], runs: int, seconds: float
 ) -> None:
-    """Print what numbers of callers get from systems, which take turns: medians over the runs."""
+    """Print the medians of each system's runs for each number of callers; systems take turns."""
     for count in callers:
         found: dict[str, list[Result]] = {name: [] for name in systems}
         faults: dict[str, str] = {}

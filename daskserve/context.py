@@ -413,7 +413,7 @@ def get_replica_context() -> ReplicaContext:
 
 
 def get_model(name: str, version: str | None = None) -> Any:
-    """Return what ``load_model`` returned for a model of the deployment's ``model_repository``.
+    """Return a model of the deployment's ``model_repository``: the result of its ``load_model``.
 
     Parameters
     ----------

@@ -28,8 +28,8 @@
     │   ├── StoreLostError                         put the store back, or call rewrite_store()
     │   ├── StoreTakenError                  409   make the change at the instance that owns the store
     │   └── PortInUseError     (OSError, ValueError)  choose another port, or end what listens there
-    ├── DeployError            (RuntimeError) 500 read its text, mend the cause, change again
-    │   ├── ReplicaStartError                      mend the code; user_traceback says where
+    ├── DeployError            (RuntimeError) 500 read its text, fix the cause, change again
+    │   ├── ReplicaStartError                      fix the code; user_traceback says where
     │   │   └── CodeLoadError                      deploy it again: the code is lost, or cannot be loaded
     │   ├── NoCapacityError                        add workers, or ask for fewer resources
     │   ├── SupersededError                  409   see by whom; deploy again if yours is to stay
@@ -48,7 +48,7 @@
     ├── RequestCancelledError  (CancelledError) 499 call again, unless you cancelled it
     ├── PassedResponseError    (RuntimeError) 500  await the response or body, or pass it to another handle
     ├── BatchResultError       (TypeError)   500  return a list, with one result for each request
-    ├── StepError                            500  mend the code; the request itself may be the reason
+    ├── StepError                            500  fix the code; the request itself may be the reason
     └── UserCodeError                        500   define the class in a module of both processes
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets

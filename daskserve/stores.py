@@ -70,7 +70,7 @@ class InstanceReport:
 class StoreReport:
     """The contents of a store or a backup, by the name of the instance.
 
-    ``lack`` describes what the store lacks as a whole, with the remedy; empty if it lacks nothing.
+    ``lack`` describes missing parts of the whole store, with the remedy; empty if nothing is missing.
     """
 
     place: str
@@ -128,7 +128,7 @@ def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | No
     """
     found = _read(url)
     if found.lack:
-        raise StoreIncompleteError(f"The store is not whole, and was not backed up: {_lack(found)}")
+        raise StoreIncompleteError(f"The store is incomplete, and was not backed up: {_lack(found)}")
     found = StoreContents(_chosen(url, found, instances))
     archive.write_backup(Path(path), found.instances)
     return _report(url, found)
@@ -244,7 +244,8 @@ def _report(place: str | Path, found: StoreContents) -> StoreReport:
 
 def _lack(found: StoreContents) -> str:
     remedy = (
-        "Copy all files of the store, restore a backup, or go on with what is left: daskserve store repair."
+        "Copy all files of the store, restore a backup, or continue with the remaining records: daskserve "
+        "store repair."
     )
     return f"{capitalized(found.lack)}. {remedy}" if found.lack else ""
 

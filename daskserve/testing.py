@@ -183,7 +183,7 @@ async def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0, e
             return found
         if loop.time() >= deadline:
             raise TimeoutError(
-                f"{getattr(condition, '__name__', condition)} did not hold within {shown(timeout_s)} s"
+                f"{getattr(condition, '__name__', condition)} did not become true within {shown(timeout_s)} s"
             )
         await asyncio.sleep(every_s)
 

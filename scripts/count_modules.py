@@ -1,8 +1,8 @@
 """Counts the modules and functions of daskserve that a warm request enters.
 
-Starts a cluster of two workers and sends requests one after the other. A function counts if each request
-enters it; what runs beside the requests, such as heartbeats, does not. Modules and functions of all processes
-that a request passes are counted together.
+It starts a cluster of two workers and sends requests one after the other. A function counts if each request
+enters it; functions of background work, such as heartbeats, do not count. Modules and functions of all
+processes that a request passes are counted together.
 
 Run: ``python scripts/count_modules.py [--list] [--case NAME]``.
 """
@@ -21,23 +21,23 @@ from daskserve.cluster.dask.launch import start_local_cluster
 from daskserve.common.settings import LocalClusterSize
 
 REQUESTS = 100
-#: Where the profiler counts, in each process: an attribute of a module that all of them have imported.
+#: The profiler of a process: an attribute of a module that all processes have imported.
 PLACE = "daskserve_entered"
 
 
 class Echo:
-    """The deployment that answers, with a plain method."""
+    """The deployment under test, with a plain method."""
 
     def __call__(self, value: Any) -> str:
         return "ok"
 
 
 def watch_thread(module: Any = sys) -> None:
-    """Count the functions that the current thread enters, and all threads that start after this."""
+    """Count the functions that the current thread enters, and those of all threads that start later."""
     entered = module.__dict__.setdefault(PLACE, {})
 
     def enter(frame: Any, event: str, _: Any) -> None:
-        # A coroutine that continues is no entry of a function.
+        # The continuation of a coroutine is not counted as an entry.
         if event == "call" and frame.f_lasti < 8:
             code = frame.f_code
             path = code.co_filename.replace("/proxies/", "/daskserve/proxies/")
@@ -50,7 +50,7 @@ def watch_thread(module: Any = sys) -> None:
 
 
 async def watch_loop() -> None:
-    """Do the same on the event loop of a process."""
+    """Start counting on the event loop of a process."""
     watch_thread()
 
 
@@ -75,7 +75,7 @@ def count(dask: Any, request: Callable[[], object]) -> list[list[tuple[str, str]
 
 
 def getter(url: str) -> Callable[[], object]:
-    """Return a function that sends a GET over a connection that stays open."""
+    """Return a function that sends a GET over a persistent connection."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"))
 
     def get() -> bytes:
@@ -88,7 +88,7 @@ def getter(url: str) -> Callable[[], object]:
 
 
 def case_of(name: str) -> list[list[tuple[str, str]]]:
-    """Return what a request of one case enters, in each process."""
+    """Return the functions that a request of one case enters, by process."""
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     dask.run(watch_loop)
     watch_thread()

@@ -78,7 +78,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def linked(text: str) -> str:
-    """Return a description whose links, written for the project's folder, lead there from a page in docs/."""
+    """Return a description whose links, relative to the project's folder, are rewritten for docs/."""
     return text.replace("](docs/", "](").replace("](SECURITY.md", "](../SECURITY.md")
 
 

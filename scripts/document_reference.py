@@ -62,7 +62,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def remedies() -> dict[str, str]:
-    """Return what to do about each error, from the tree in the docstring of `daskserve.errors`."""
+    """Return the advice for each error from the tree in the docstring of `daskserve.errors`."""
     lines = (errors.__doc__ or "").splitlines()
     matches = [re.search(r"(\w+Error)\b(?: +\([\w, ]+\))?(?: +\d{3})?(?: +(\S.*))?$", line) for line in lines]
     return {match[1]: match[2] for match in matches if match and match[2]}
@@ -78,7 +78,7 @@ def error_table() -> str:
         bases = [each for each in kind.__mro__[1:] if issubclass(each, errors.ServeError)]
         remedy = next((known[each.__name__] for each in [kind, *bases] if each.__name__ in known), "")
         others = [each.__name__ for each in kind.__bases__ if not issubclass(each, errors.ServeError)]
-        anchor = f'<a id="{kind.__name__.lower()}"></a>'  # errors lead here
+        anchor = f'<a id="{kind.__name__.lower()}"></a>'  # error messages link to these headings
         name = f"{anchor}`{kind.__name__}`" + (
             f" ({', '.join(f'`{each}`' for each in others)})" if others else ""
         )
@@ -139,12 +139,12 @@ def configuration_table() -> str:
 
 
 def absent_names() -> str:
-    """Return the options and names of Ray Serve that there are not, with what to use instead."""
+    """Return the options and names of Ray Serve that daskserve lacks, with their replacements."""
     rows = [[f"`{name}`", cell(remedy)] for name, remedy in sorted({**INSTEAD, **OTHER_NAMES}.items())]
     return table(["Ray Serve", "instead"], rows)
 
 
-#: A value that matters, of any key.
+#: Any key whose value matters.
 _SOME = {"grpc_servicer_functions": ["a.b"], "request_router_class": "a:B"}
 
 

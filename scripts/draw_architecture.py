@@ -15,8 +15,8 @@ from components import ROOT, Plan, read_plan
 PICTURE = ROOT / "docs/architecture.svg"
 WIDTH, ROW, BOX_HEIGHT, MARGIN = 1180, 96, 46, 28
 BLUE, GREEN, YELLOW, GRAY = "#dbeafe", "#dcfce7", "#fef3c7", "#f1f5f9"
-#: The purpose of each component, in a few words, and its color: blue for what users call, green for what
-#: decides, yellow for what carries requests, gray for values.
+#: The purpose of each component, in a few words, and its color: blue for what users call, green for
+#: decisions, yellow for the request path, gray for values.
 CAPTIONS: Mapping[str, tuple[str, str]] = {
     "__init__": ("public names", BLUE),
     "__main__": ("python -m daskserve", BLUE),
@@ -69,7 +69,7 @@ class Place:
 
 
 def placed(plan: Plan) -> dict[Node, Place]:
-    """Return the places of all nodes: layers from the bottom up, each node above what it leads to."""
+    """Return the places of all nodes: layers from the bottom up, each node above its imports."""
     layers = plan.layers()
     top_layer = max(layers.values())
     places: dict[Node, Place] = {}
@@ -91,7 +91,7 @@ def placed(plan: Plan) -> dict[Node, Place]:
 
 
 def _next(component: str, other: str, layer: int, layers: Mapping[str, int]) -> Node:
-    """Return where the arrow from ``component`` to ``other`` goes from a layer."""
+    """Return the next node of the arrow from ``component`` to ``other``, seen from a layer."""
     return other if layer - 1 == layers[other] else (component, other, layer - 1)
 
 

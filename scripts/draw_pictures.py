@@ -25,7 +25,7 @@ from daskserve.simulation.trace import Trace
 from daskserve.testing import local_instance
 
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
-#: What each component does for a request.
+#: The role of each component in a request.
 COMPONENTS = {
     "proxies/server": "reads and writes the socket",
     "proxies/exchange": "one request and its response",
@@ -43,7 +43,7 @@ COMPONENTS = {
     "data/replica/execution": "runs user code in a thread",
     "data/replica/user_code": "calls the user's class",
 }
-#: Components of helpers, left out.
+#: Components with helper modules, which are left out.
 HELPERS = {"common", "loops", "telemetry", "payload"}
 BLUE, GREEN, YELLOW, GRAY, TEXT = "#2f6fb3", "#3a7d44", "#d9a404", "#cbd2d9", "#1f2933"
 WIDTH, COLUMN, ROW, MARGIN = 900, 414, 44, 24
@@ -77,7 +77,7 @@ def components_of(process: Sequence[tuple[str, str]]) -> list[tuple[str, list[st
             components.setdefault(component, []).append(name.removesuffix(".py"))
     ordered = list(components.items())
     starts = [place for place, (component, _) in enumerate(ordered) if component == "proxies/server"]
-    # What the process did last for the request before stands first.
+    # The first entries are the end of the previous request.
     return ordered[starts[0] :] + ordered[: starts[0]] if starts else ordered
 
 

@@ -1,8 +1,8 @@
-"""Draw the screens of docs/: run a cluster with faults, scrape it with Prometheus, and query that.
+"""Draw the screens of docs/ from a cluster with faults that Prometheus scrapes.
 
-Those of Grafana are drawn from the answers of Prometheus; the terminal's and Dask's dashboard are taken from
-a cluster, too. It needs Debian's packages prometheus and chromium, and takes ``--minutes``. The load is that
-of tests/integration/test_dashboards.py, with a peak in the middle and a worker that is killed.
+The screens of Grafana are drawn from the answers of Prometheus; the terminal and Dask's dashboard are
+recorded on the cluster. It needs Debian's packages prometheus and chromium, and takes ``--minutes``. The load
+is that of tests/integration/test_dashboards.py, with a peak in the middle and a worker that is killed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def ask(url: str, panel: Panel, chosen: dict[str, str], start: float, end: float
 
 
 def pause(at: float, whole: float) -> float:
-    """Return the factor of clients' pauses at a time of the run, which is like a day with a peak at noon."""
+    """Return the factor of clients' pauses at a time of the run, which models a day with a peak at noon."""
     return 1.0 / (0.25 + 0.75 * math.sin(math.pi * min(1.0, max(0.0, at / whole))) ** 2)
 
 
@@ -114,7 +114,7 @@ def terminal(command: str, output: str) -> str:
 
 
 def draw_dask() -> None:
-    """Save Dask's dashboard of a cluster that serves, and which is busy with tasks, too."""
+    """Save Dask's dashboard of a cluster that serves requests and runs tasks."""
     with (
         LocalCluster(n_workers=4, threads_per_worker=2, dashboard_address=":0") as cluster,
         Client(cluster) as dask,
@@ -130,7 +130,7 @@ def draw_dask() -> None:
 
 
 async def photograph(url: str) -> bytes:
-    """Return a page as PNG, as a browser shows it some seconds later, with data that arrived by WebSocket."""
+    """Return a page as PNG after some seconds, when its data has arrived by WebSocket."""
     async with chromium() as tab:
         await tab.resize(1200, 640)
         await tab.open(url)

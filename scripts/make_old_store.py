@@ -1,8 +1,8 @@
 """Fill a store with the code of an earlier commit, for ``tests/control/test_old_stores.py``.
 
-Run as ``.venv/bin/python scripts/make_old_store.py COMMIT``. It unpacks the commit, starts that daskserve on
-a local Dask cluster with an SQLite store, makes what that version can make, and copies the file while
-everything runs and one change is under way, as a crash would leave it. It writes
+Run as ``.venv/bin/python scripts/make_old_store.py COMMIT``. It unpacks the commit, starts that version on a
+local Dask cluster with an SQLite store, and creates every kind of record that the version has. It copies the
+file while everything runs and one change is under way, as after a crash. It writes
 ``tests/control/old_stores/DATE-COMMIT.db.gz``. Make one whenever the format of a record changes.
 """
 

@@ -1,4 +1,4 @@
-"""Photographs of the page of daskserve, with chromium, of a cluster that serves a small shop under load."""
+"""Screenshots of daskserve's page, taken with chromium on a cluster that serves a small shop under load."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from distributed import Client, LocalCluster
 
 import daskserve as serve
 
-#: By name: what follows the instance in the address, the size, and whether the colours are dark.
+#: By name: the rest of the address after the instance, the size, and whether the colours are dark.
 PHOTOGRAPHS = {
     "overview": ("", (1280, 860), False),
     "deployment": ("/app/shop/Model", (1280, 980), False),
     "graph": ("/graph", (1280, 720), True),
     "phone": ("", (360, 740), True),
 }
-#: The sizes at which the page was designed, and what is photographed at each of them with ``--sizes``.
+#: The sizes for which the page is designed, and the screenshots that ``--sizes`` takes at each size.
 SIZES = ((360, 740), (768, 1024), (1280, 800), (1440, 900), (2560, 1440))
 PLACES = ("", "/app/shop", "/app/shop/Model", "/app/broken/Broken", "/graph", "/events", "/logs", "/system")
-#: How long the load runs first: two minutes, which the charts show.
+#: How long the load runs before the first screenshot; the charts show two minutes.
 LOAD_S = 125.0
 
 
@@ -87,7 +87,7 @@ def _send(url: str, pause_s: float, ended: threading.Event) -> None:
 
 
 def draw_page(folder: Path, *, has_all_sizes: bool = False, load_s: float = LOAD_S) -> None:
-    """Save the photographs as ``page-*.png``."""
+    """Save the screenshots as ``page-*.png``."""
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(n_workers=3, threads_per_worker=2, dashboard_address=":0"))
         dask = stack.enter_context(Client(cluster))

@@ -29,7 +29,7 @@ TEXT, FAINT, GRID, BORDER = "#1f2933", "#6b7280", "#e5e7eb", "#d4d8de"
 LIMITS = ("#d9a404", "#d1495b")
 #: Maximum number of lines of a legend, and of characters of a name.
 LEGEND_LINES, NAME_LENGTH = 3, 40
-#: Maximum number of series up to which series that are always 0 are drawn.
+#: If there are more series than this, those that are always 0 are not drawn.
 FEW = 5
 #: Approximate width of a character in a legend.
 CHARACTER = 5.0
@@ -209,7 +209,7 @@ def _chart(panel: Panel, place: GridPosition, series: Sequence[Series], seconds:
 
 
 def _worth_drawing(series: Sequence[Series]) -> tuple[Sequence[Series], int]:
-    """Return the series, if there are many without those that are always 0, and the number of these."""
+    """Return the series to draw, and how many were left out; of many series, those always 0 are."""
     moving = [each for each in series if any(value > 0 for _, value in each.points)]
     if len(series) <= FEW or not moving:
         return series, 0

@@ -1,4 +1,4 @@
-"""Ray Serve's metrics, and which of daskserve's has the same: a table of docs/metrics.md.
+"""Generate the table of docs/metrics.md that maps Ray Serve's metrics to daskserve's.
 
 Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """

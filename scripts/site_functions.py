@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the API for the site: functions made from coroutines are functions.
+"""An extension of griffe, which reads the API for the site, for functions that are made from coroutines.
 
 The modules of `daskserve.client.functions` have one private coroutine for two public names, as in
 ``run = blocking(_run)`` and ``run_async = awaitable(_run)``; or the verb of a client, as in

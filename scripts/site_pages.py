@@ -1,8 +1,8 @@
-"""A hook of MkDocs: pages outside of docs/ are part of the site, and links are written for the repository.
+"""A hook of MkDocs that adds pages from outside docs/ to the site, and rewrites links.
 
-README.md is the site's first page. The notebooks in examples/ are pages, too, with the outputs that they
-hold. A link such as ``../SECURITY.md#secrets`` works where the repository is read, and leads to the page of
-the site in the built one. A link to a file that is no page, such as an example's, becomes its plain text.
+README.md is the site's first page. The notebooks in examples/ are pages, too, with their saved outputs. A
+link such as ``../SECURITY.md#secrets`` works in the repository, and is rewritten to the page of the site. A
+link to a file that is not a page, such as an example, becomes plain text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-#: Pages of the site by their paths in the repository, those of docs/ aside.
+#: Pages of the site outside docs/, by their paths in the repository.
 OUTSIDE = {
     "README.md": "index.md",
     "SECURITY.md": "security.md",
@@ -41,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def notebook_page(notebook: Path) -> str:
-    """Return a notebook as Markdown: its texts, its code, and the outputs with which it was saved."""
+    """Return a notebook as Markdown: its texts, its code, and its saved outputs."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     parts = []
     for cell in cells:
@@ -80,6 +80,6 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             f"[{text}]({posixpath.relpath(found, posixpath.dirname(here) or '.')}{anchor})" if found else text
         )
 
-    # Code is left as it is.
+    # Code is not changed.
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if index % 2 else LINK.sub(rewritten, part) for index, part in enumerate(parts))

@@ -239,7 +239,7 @@ def test_what_is_missing_is_told_refused_and_given_up_only_if_told(tmp_path: Pat
         (tmp_path / "store" / "default" / "txn" / "00000001-0000000002").unlink()
     report = stores.check(url)
     assert not report.is_sound
-    assert "restore a backup, or go on with what is left: daskserve store repair." in report.lack
+    assert "restore a backup, or continue with the remaining records: daskserve store repair." in report.lack
     with pytest.raises(StoreIncompleteError, match=r"missing.*restore a backup"):
         found_in(url)
     with pytest.raises(StoreIncompleteError, match="not backed up"):
@@ -272,7 +272,7 @@ def test_there_is_no_store(tmp_path: Path, kind: str) -> None:
         with pytest.raises(StoreError, match="There is no store at"):
             function(url_of(kind, tmp_path))
     assert os.listdir(tmp_path) == []
-    with pytest.raises(BadRequestError, match="memory of a scheduler"):
+    with pytest.raises(BadRequestError, match="in a scheduler's memory"):
         stores.check("memory://")
 
 
@@ -294,7 +294,7 @@ def test_a_damaged_backup_is_refused_and_the_store_stays(tmp_path: Path, damage:
     elif damage == "folder":
         file.mkdir()
     for function in (stores.check, lambda place: stores.restore(place, url)):
-        with pytest.raises(StoreError, match=r"no backup that can be used|cannot be read"):
+        with pytest.raises(StoreError, match=r"not a usable backup|cannot be read"):
             function(file)
     assert found_in(url) == records()
 

@@ -173,7 +173,7 @@ def test_wait_until_waits_for_a_condition(
         def never() -> bool:
             return False
 
-        with pytest.raises(TimeoutError, match=r"never did not hold within 0\.01 s"):
+        with pytest.raises(TimeoutError, match=r"never did not become true within 0\.01 s"):
             await wait_until(never, timeout_s=0.01)
 
     run(scenario)

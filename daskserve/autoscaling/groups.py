@@ -36,8 +36,8 @@ def checked_decisions(
     """Return a decision in plain values for each backend; a backend that is left out keeps its number."""
     if not isinstance(answer, Mapping):
         raise TypeError(
-            f"it returned {answer!r}; return a dict with a number of replicas, (number, state) or a Decision "
-            "for each deployment by its name"
+            f"it returned {answer!r}; return a dict from the name of each deployment to a number of "
+            "replicas, (number, state) or a Decision"
         )
     unknown = [name for name in answer if name not in contexts]
     if unknown:

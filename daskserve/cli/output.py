@@ -83,7 +83,7 @@ class CommandError(click.ClickException):
 
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers. To click's own, nan lies in every range, and infinity in those without an end."""
+    """A range of numbers. click's own type accepts nan in every range, and infinity in open ranges."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail with a message."""

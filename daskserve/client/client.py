@@ -107,7 +107,7 @@ class ClientVerbs(
         Parameters
         ----------
         goal_id : str
-            What the call that started the change returned.
+            The goal that the call returned which started the change.
         timeout_s : float, optional
             How long to wait; None means no limit.
 
@@ -169,7 +169,7 @@ class ClientVerbs(
         return list(await self._call("http_urls"))
 
     async def status(self) -> Status:
-        """Return the instance's status, with the reasons for what does not run; empty once it has ended."""
+        """Return the instance's status, with the reasons why parts do not run; empty once it has ended."""
         if self._connection.is_closed:
             return Status()
         answer = await self._call("status")
@@ -247,8 +247,8 @@ class ClientVerbs(
         """Rewrite all records of the instance to the store, and return their number.
 
         For a store that was lost. While its file or folder is removed, moved or replaced, the instance keeps
-        serving and replaces what dies, but refuses changes with `StoreLostError`. The records go to the place
-        that the store's URL names, and replace the instance's records there.
+        serving and replaces lost replicas, but refuses changes with `StoreLostError`. The records go to the
+        place that the store's URL names, and replace the instance's records there.
 
         Raises
         ------
@@ -323,8 +323,8 @@ class AsyncClient(ClientVerbs, InstanceClient):
     """A client of one instance whose methods are awaited; `daskserve.start_async` returns one.
 
     It works on every event loop, without a thread if that is the loop of the Dask client
-    (``distributed.Client(asynchronous=True)``). Its handles are the same as those of `Client`: await what
-    their ``remote`` returns.
+    (``distributed.Client(asynchronous=True)``). Its handles are the same as those of `Client`: await the
+    responses that ``remote`` returns.
 
     An instance that was started without ``detached=True`` ends with its client: on `shutdown`, when the
     client is garbage collected, or when the program ends. It stays if other programs have deployed something

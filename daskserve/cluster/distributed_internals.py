@@ -227,7 +227,7 @@ class WorkerOutcome(enum.Enum):
 
 
 def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[WorkerOutcome]]) -> None:
-    """Call a function to decide what a worker does when its connection to the scheduler breaks.
+    """Set the function that decides how a worker reacts when its connection to the scheduler breaks.
 
     The function is not called if the scheduler requests that the worker closes.
     """
@@ -308,7 +308,7 @@ def actors_on(worker: Worker) -> list[Any]:
 
 @contextmanager
 def as_current(worker: Any, client: Any) -> Iterator[None]:
-    """Set what `distributed.get_worker` and `default_client` return, in this context and its copies."""
+    """Set the results of `distributed.get_worker` and `default_client`, in this context and its copies."""
     token, client_token = _worker_cvar.set(worker), _current_client.set(client)
     try:
         yield
@@ -326,7 +326,7 @@ class ScatteringClient(Client):
 
 
 def is_wait_for_futures(function: Any) -> bool:
-    """Return whether a function is what `distributed.wait` runs on the loop of the default client."""
+    """Return whether a function is the one that `distributed.wait` runs on the default client's loop."""
     return function is _wait
 
 

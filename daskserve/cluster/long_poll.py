@@ -66,12 +66,12 @@ class LongPollHost:
 
         Keys whose value did not change are left out. If no key is left, nothing is published.
         """
-        fresh = {key: value for key, value in values.items() if not self._is_published(key, value)}
-        if not fresh:
+        changed = {key: value for key, value in values.items() if not self._is_published(key, value)}
+        if not changed:
             return self.snapshot_id
         self._counter += 1
         changes = []
-        for key, value in fresh.items():
+        for key, value in changed.items():
             if value is None:
                 del self._values[key]
             else:

@@ -64,7 +64,7 @@ Amounts = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker offers to tasks.
+    """The resources that a worker offers to tasks.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ class ReservedResources(SchedulerPlugin):
                 taken[name] = taken.get(name, 0.0) + amount
         changed = self._changed.get(worker.address)
         offered = worker.resources if changed is None else changed.unclaimed.resources
-        # Waiting tasks count, too, so the sum may exceed what the worker has.
+        # Waiting tasks count, too, so the sum may exceed the worker's resources.
         return {name: held for name in taken if (held := min(taken[name], offered.get(name, 0.0))) > 0}
 
     # ---- Dask's events

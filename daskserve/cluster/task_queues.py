@@ -168,9 +168,10 @@ def file_of(url: str, instance: InstanceName, start_id: str) -> Path:
     scheme, _, path = url.partition("://")
     if scheme != "sqlite":
         raise BadRequestError(
-            f"The instance keeps its records in {without_password(url)}, which cannot keep tasks. Start it "
-            "with a store such as sqlite:////var/lib/serve.db, or give the queue a place of its own with "
-            "adapter_config=serve.tasks.RedisAdapterConfig(...) or serve.tasks.SQLiteAdapterConfig(path=...)."
+            f"The instance keeps its records in {without_password(url)}, which cannot store tasks. Start it "
+            "with a store such as sqlite:////var/lib/serve.db, or store the queue elsewhere with "
+            "adapter_config=serve.tasks.RedisAdapterConfig(...) or "
+            "serve.tasks.SQLiteAdapterConfig(path=...)."
         )
     store = Path(path.removeprefix("/")).absolute()
     return store.with_name(f"{store.name}.{name}.tasks")

@@ -63,7 +63,7 @@ class OpenSocket(NamedTuple):
     #: Sends a message, and waits until the client has room for more. Raises ``OSError`` after the end.
     send: Callable[[Message], Awaitable[None]]
     #: Closes the connection with code 1001. Idempotent.
-    leave: Callable[[], None]
+    go_away: Callable[[], None]
     #: Ends the connection at once.
     abort: Callable[[], None]
 
@@ -194,7 +194,7 @@ class ReplicaRank:
     Attributes
     ----------
     rank : int
-        Its number among all of them, from 0 to one less than there are.
+        Its number among all replicas, from 0 on.
     node_rank : int
         The number of its host among their hosts.
     local_rank : int

@@ -26,7 +26,7 @@ class RayKey:
     text : str
         The replacement.
     is_harmless : callable
-        Whether a value makes no difference to what runs.
+        Whether a value has no effect.
     """
 
     text: str

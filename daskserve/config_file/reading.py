@@ -47,7 +47,7 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     Parameters
     ----------
     name : str
-        The name of the file, for errors. Its ending says what it is: JSON, TOML, or else YAML.
+        The name of the file, for errors. Its suffix determines the format: JSON, TOML, or else YAML.
 
     Raises
     ------

@@ -151,7 +151,7 @@ class ControllerCore:
             async with self.writer:
                 await self.writer.note(self.history.of_start(self.worker))
         except (ServeError, OSError) as error:
-            logger.warning("The start of the controller is not in the events: %s", error)
+            logger.warning("The start of the controller could not be added to the events: %s", error)
 
     def _make_parts(self) -> Reconciler:
         """Create the writer, the loop and its parts for the loaded state; return the loop."""
@@ -232,7 +232,7 @@ class ControllerCore:
         return {"worker": self.worker, "pid": os.getpid()}
 
     def problems(self) -> dict[str, str]:
-        """Return what is wrong with the store and its records, by store and key."""
+        """Return the problems of the store and its records, by store and key."""
         return {**self.cluster.store.problems(), **{key: str(each) for key, each in self.corrupt.items()}}
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -28,7 +28,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     check.attributes(functools, "_lru_cache_wrapper")
     check.fields(ThreadPoolExecutor, "_max_workers", "_thread_name_prefix", "_initializer", "_initargs")
 
-#: The type of what `functools.lru_cache` and `functools.cache` return.
+#: The type of functions decorated with `functools.lru_cache` or `functools.cache`.
 CACHED_FUNCTION: type[Any] = functools._lru_cache_wrapper
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 LOCKS: tuple[type[Any], ...] = (type(threading.Lock()), type(threading.RLock()))

@@ -210,7 +210,9 @@ class CodePickler(Pickler):  # type: ignore[misc]
         elif kind is MethodType or kind is BuiltinMethodType:
             return _reduce_method(value)
         elif kind is ModuleType and value.__name__ == MAIN:
-            raise NotSentError(f"The module {MAIN!r} is another one in other processes", MOVE_TO_MODULE)
+            raise NotSentError(
+                f"The module {MAIN!r} is a different module in other processes", MOVE_TO_MODULE
+            )
         elif kind is TextIOWrapper and "+" in value.mode:
             problem = f"What is written to a copy of the file {value.name!r} would be lost"
             raise NotSentError(problem, "Open it where it is used.")

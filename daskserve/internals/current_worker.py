@@ -24,7 +24,7 @@ _VARIABLES: Mapping[str, str] = {
 
 
 def answer_get_worker(worker: Any, client: Any) -> None:
-    """Set what `distributed.get_worker` and `default_client` return everywhere in this process.
+    """Set the results of `distributed.get_worker` and `default_client` for the whole process.
 
     Tasks of workers that user code starts in this process still get their own worker.
     """

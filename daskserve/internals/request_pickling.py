@@ -70,8 +70,8 @@ def reduce_request(request: Request, rebuild: Callable[..., Any]) -> tuple[Any, 
                 "first, or pass the request to the remote() of a handle."
             )
         raise UnpicklableError(
-            "The body of the request was read by stream(), so it cannot be passed on. Read it by "
-            "request.body() instead, or pass on what you need of it."
+            "The body of the request was read by stream(), so it cannot be passed on. Read it with "
+            "request.body() instead, or pass on only the parts that you need."
         )
     return rebuild, (_plain_scope(request.scope), body, form)
 

@@ -145,14 +145,14 @@ class AppCopier:
     Parameters
     ----------
     change : callable
-        Returns what replaces an endpoint: a `BoundEndpoint`, the same one, or None to leave its routes out.
+        Returns the replacement of an endpoint: a `BoundEndpoint`, the same one, or None to leave its routes
+        out.
     """
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        #: By name, because an application may be mounted twice or in itself, and because code that another
-        #: replica has loaded in the meantime refers to different objects with the same names. None once all
-        #: copies exist.
+        #: By name, because an application may be mounted twice or in itself, and another replica may have
+        #: loaded the same names as different objects in the meantime. None once all copies exist.
         self._copies: dict[PartName, Any] | None = {}
 
     def copied(self, app: Any, *others: Any) -> tuple[Any, Mapping[PartName, Any]]:

@@ -75,7 +75,7 @@ async def within(timeout_s: float, work: Awaitable[T]) -> T | None:
 
 @types.coroutine
 def _go_on(steps: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, Any]:
-    """Await what has run until it first waited."""
+    """Await a coroutine that has already run until its first wait."""
     while True:
         try:
             answer = yield waits_for

@@ -90,7 +90,7 @@ def build_app(models: Mapping[str, Any], *, server: Mapping[str, Any] | None = N
 
 def _config_of(name: Any, given: Any) -> ModelConfig:
     if not isinstance(name, str) or not name.strip():
-        raise BadRequestError(f"The name of a model must be a text, got {name!r}")
+        raise BadRequestError(f"The name of a model must be a string, got {name!r}")
     if isinstance(given, ModelConfig):
         return given
     return ModelConfig(**given) if isinstance(given, Mapping) else ModelConfig(engine=given)

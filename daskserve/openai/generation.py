@@ -175,7 +175,7 @@ class _Watch:
     def check(self) -> None:
         """Raise `RequestTimeoutError` if this watch has cancelled the task."""
         if self._has_expired and self._task is not None and self._task.uncancel() == 0:
-            raise RequestTimeoutError(f"The model has made no token for {self._timeout_s} s.") from None
+            raise RequestTimeoutError(f"The model has produced no token for {self._timeout_s} s.") from None
 
 
 def _token(value: Any) -> Token:
@@ -184,11 +184,11 @@ def _token(value: Any) -> Token:
     if not isinstance(value, Token):
         raise TypeError(f"An engine yields str or Token, got {type(value).__name__}: {value!r:.200}")
     if not isinstance(value.text, str) or not isinstance(value.finish_reason, str | None):
-        raise TypeError(f"The text and the finish_reason of a Token must be texts, got {value!r:.200}")
+        raise TypeError(f"The text and the finish_reason of a Token must be strings, got {value!r:.200}")
     for each in value.tool_calls:
         texts = (each.id, each.name, each.arguments) if isinstance(each, ToolCall) else (None,)
         if not all(isinstance(text, str) for text in texts) or not isinstance(each.index, int):
-            raise TypeError(f"A ToolCall has an index and texts, also as arguments, got {each!r:.200}")
+            raise TypeError(f"A ToolCall needs an index, and strings in all other fields, got {each!r:.200}")
     return value
 
 

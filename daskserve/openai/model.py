@@ -1,4 +1,4 @@
-"""The deployment of one model, which runs an engine and does what all engines have in common."""
+"""The deployment of one model, which runs an engine and has the parts that all engines share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelServer:
         self._token_timeout_s = token_timeout_s
         if not callable(getattr(self._engine, "generate", None)) and not hasattr(self._engine, "embed"):
             raise TypeError(
-                f"An engine has a method generate(request), or embed(request), or both; {make!r} made "
+                f"An engine has a method generate(request), or embed(request), or both; {make!r} returned "
                 f"{self._engine!r}"
             )
 
@@ -48,7 +48,7 @@ class ModelServer:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Piece | str]:
         """Yield the pieces of an answer."""
         if not hasattr(self._engine, "generate"):
-            raise InvalidRequestError(f"The model {request.model!r} generates no text.", param="model")
+            raise InvalidRequestError(f"The model {request.model!r} does not generate text.", param="model")
         count = await self._check_length(request)
         tokens = self._engine.generate(request)
         made = pieces(tokens, request, token_timeout_s=self._token_timeout_s, prompt_tokens=count)
@@ -60,7 +60,9 @@ class ModelServer:
         """Return the vectors of texts."""
         embed = getattr(self._engine, "embed", None)
         if embed is None:
-            raise InvalidRequestError(f"The model {request.model!r} makes no embeddings.", param="model")
+            raise InvalidRequestError(
+                f"The model {request.model!r} does not create embeddings.", param="model"
+            )
         try:
             async with asyncio.timeout(self._token_timeout_s) as limit:
                 found = await _call(embed, request)
@@ -68,7 +70,7 @@ class ModelServer:
             if not limit.expired():
                 raise
             raise RequestTimeoutError(
-                f"The model has made no vectors for {self._token_timeout_s} s."
+                f"The model has produced no vectors for {self._token_timeout_s} s."
             ) from None
         made = found if isinstance(found, Embeddings) else Embeddings(found)
         # Checked here, so that the model logs the error.
@@ -77,7 +79,7 @@ class ModelServer:
             raise TypeError(f"embed returned {len(vectors)} vectors for {len(request.inputs)} texts")
         beyond = next((one for vector in vectors for one in vector if not abs(one) <= MAX_FLOAT32), None)
         if beyond is not None:
-            raise ValueError(f"embed returned {beyond!r} in a vector, which no float of four bytes holds")
+            raise ValueError(f"embed returned {beyond!r} in a vector, which does not fit in a 4-byte float")
         return Embeddings(vectors, int(made.prompt_tokens))
 
     async def _check_length(self, request: GenerationRequest) -> int:

@@ -90,7 +90,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains."""
+    """The options of a stream."""
 
     include_usage: bool | None = None
 

@@ -62,7 +62,7 @@ class OpenAIServer:
     handles : mapping
         The handle of each model, by its name.
     facts : mapping
-        What the server knows about each model, by name.
+        Properties of each model, by name.
     """
 
     def __init__(self, handles: Mapping[str, Any], facts: Mapping[str, ModelFacts]) -> None:

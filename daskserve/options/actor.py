@@ -63,10 +63,12 @@ class ActorOptions(Options):
         for name, amount in value.items():
             if not name:
                 raise ValueError(
-                    f"a resource that asks for {amount} has no name; give that which workers declare"
+                    f"a resource with the amount {amount} has no name; give the name that workers declare"
                 )
             if not 0 <= amount < math.inf:
-                raise ValueError(f"resource {name!r} asks for {amount}; an amount is a finite number from 0")
+                raise ValueError(
+                    f"resource {name!r} has the amount {amount}; give a finite number, 0 or more"
+                )
         return value
 
     @field_validator("workers")

@@ -125,7 +125,7 @@ class AutoscalingConfig(Options):
         "``upscale_delay_s`` is set.",
     )
     burst_factor: float = Field(
-        2, gt=1, description="Ratio of needed to current replicas that makes a burst."
+        2, gt=1, description="Ratio of needed to current replicas that counts as a burst."
     )
     drain_period_s: float = Field(
         10, gt=0, description="Time within which a queue is worked off in addition to new load, in seconds."

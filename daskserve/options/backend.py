@@ -50,7 +50,7 @@ class BackendMetadata(Options):
 def _blocks_no_worker(run_sync_in_threadpool: bool, info: ValidationInfo) -> bool:
     if not run_sync_in_threadpool and info.data.get("event_loop") == "worker":
         raise ValueError(
-            "it is given together with event_loop='worker', and plain methods would block everything in the "
+            "it cannot be combined with event_loop='worker', where plain methods would block the whole "
             "worker; leave one out"
         )
     return run_sync_in_threadpool
@@ -108,8 +108,8 @@ class BackendConfig(Options):
     )
     hedging_config: Annotated[HedgingConfig | None, CONTROLLER_ONLY] = Field(
         None,
-        description="Second tries of requests that take long, see [Hedging](docs/routers.md#hedged-requests)."
-        " None: no request is sent twice.",
+        description="Second attempts for slow requests, see [Hedging](docs/routers.md#hedged-requests). "
+        "None: no request is sent twice.",
     )
     max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,
@@ -139,7 +139,7 @@ class BackendConfig(Options):
     rollout: Annotated[RolloutConfig | None, CONTROLLER_ONLY] = Field(
         None,
         description="Plan by which a new version gets its traffic step by step, compared with the old one, "
-        "see [Rollouts](docs/rollouts.md). None: the replicas are replaced as ``max_surge`` says.",
+        "see [Rollouts](docs/rollouts.md). None: replicas are replaced one by one, within ``max_surge``.",
     )
     max_replicas_per_node: Annotated[int | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
@@ -150,14 +150,14 @@ class BackendConfig(Options):
     )
     placement: Annotated[Literal["SPREAD", "PACK"], CONTROLLER_ONLY, REPLACES] = Field(
         "SPREAD",
-        description="Where replicas go among the workers that have room: ``SPREAD`` over as many workers and "
-        "hosts as possible, or ``PACK`` onto as few as possible.",
+        description="Placement of replicas among the workers that have room: ``SPREAD`` over as many "
+        "workers and hosts as possible, or ``PACK`` onto as few as possible.",
     )
     rebalance_after_s: Annotated[float | None, CONTROLLER_ONLY] = Field(
         30,
         ge=0,
-        description="Replicas move to better workers once there have been such for this many seconds, see "
-        "[Spreading again](docs/deployments.md#spreading-again). None: never.",
+        description="Replicas move to better workers after these have been available for this many seconds, "
+        "see [Spreading again](docs/deployments.md#spreading-again). None: never.",
     )
     gang_scheduling_config: Annotated[GangSchedulingConfig | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
@@ -180,9 +180,10 @@ class BackendConfig(Options):
     max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
         20,
         ge=1,
-        description="Number of failed starts of replicas, or losses of new ones, in a row after which a "
-        f"change fails and is rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is "
-        "wanted.",
+        description=(
+            "Number of failed starts of replicas, or losses of new ones, in a row after which a change "
+            f"fails and is rolled back. At most {STARTS_PER_REPLICA} for each replica of the target."
+        ),
     )
     start_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
         600,
@@ -198,10 +199,10 @@ class BackendConfig(Options):
     )
     user_config: Any = Field(
         None,
-        description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, it "
-        "gets the replica's rank too, and is called again when the rank changes. A change goes replica by "
-        "replica, see [Changes of user_config](docs/deployments.md#changes-of-user_config). None: it is not "
-        "called.",
+        description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, "
+        "it gets the replica's rank too, and is called again when the rank changes. A change is applied "
+        "replica by replica, see [Changes of user_config](docs/deployments.md#changes-of-user_config). "
+        "None: it is not called.",
     )
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,
@@ -235,13 +236,13 @@ class BackendConfig(Options):
     )
     logging_config: LoggingConfig | None = Field(
         None,
-        description="How the deployment logs, see [Logging](docs/logging.md); what it does not set is as "
-        "for its application or instance. A change is applied without a restart.",
+        description="How the deployment logs, see [Logging](docs/logging.md); fields that are not set have "
+        "the values of its application or instance. A change is applied without a restart.",
     )
     payload_logging: PayloadLoggingConfig | None = Field(
         None,
-        description="Which bodies of requests and answers are written to a sink, see "
-        "[Payload logging](docs/payload_logging.md). None: none.",
+        description="Which bodies of requests and responses are written to a sink, see [Payload "
+        "logging](docs/payload_logging.md). None: none.",
     )
     method_header: bool = Field(
         False,
@@ -262,20 +263,21 @@ class BackendConfig(Options):
     )
     run_sync_in_threadpool: Annotated[bool, AfterValidator(_blocks_no_worker), REPLACES] = Field(
         True,
-        description="Whether plain (``def``) methods run in threads, several at a time. False: everything of "
-        "a replica runs in the thread of its event loop, plain methods one at a time and while async code "
-        "waits, for objects that may be used in one thread only, such as SQLite connections. Not together "
-        "with ``event_loop='worker'``.",
+        description="Whether plain (``def``) methods run in threads, several at a time. False: all code of "
+        "a replica runs in the thread of its event loop, plain methods one at a time, and async code waits "
+        "for them. Use this for objects that may be used in one thread only, such as SQLite connections. "
+        "Not together with ``event_loop='worker'``.",
     )
     isolation: Annotated[Literal["thread", "process"], REPLACES] = Field(
         "thread",
         description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
-        "own interpreter lock and memory, in whose main thread it is loaded and constructed, whose crash "
-        "does not affect the worker and which is killed if it does not end.",
+        "own interpreter lock and memory. The child process loads and constructs the code in its main "
+        "thread. Its crash does not affect the worker, and it is killed if it does not end.",
     )
     dask_task_config: DaskTaskConfig = Field(
         default_factory=DaskTaskConfig,
-        description="How Dask runs the tasks of its code, see [Dask tasks](docs/tasks_beside_serving.md).",
+        description="Options of the Dask tasks that its code submits, see [Dask "
+        "tasks](docs/tasks_beside_serving.md).",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
         default_factory=BackendMetadata, description="Set by daskserve; read-only for users."
@@ -324,14 +326,14 @@ class BackendConfig(Options):
         config = self.autoscaling_config
         if config is not None and self.external_scaler_enabled:
             raise ValueError(
-                "external_scaler_enabled=True is given together with autoscaling_config, and only one of "
-                "them can decide how many replicas there are; set autoscaling_config=None to scale from "
+                "external_scaler_enabled=True cannot be combined with autoscaling_config, because only one "
+                "of them can set the number of replicas; set autoscaling_config=None to scale from "
                 "outside, or external_scaler_enabled=False to scale by load"
             )
         if config is not None and "num_replicas" in self.model_fields_set and not config.dry_run:
             raise ValueError(
-                f"num_replicas={self.num_replicas} is given together with autoscaling_config, which decides "
-                "how many replicas there are; leave one out, or set autoscaling_config=None to scale by hand"
+                f"num_replicas={self.num_replicas} cannot be combined with autoscaling_config, which sets "
+                "the number of replicas; leave one out, or set autoscaling_config=None to scale by hand"
             )
         return self
 
@@ -357,8 +359,8 @@ class BackendConfig(Options):
         strategy = self.placement_group_strategy
         if strategy is not None and self.gang_scheduling_config is not None:
             raise ValueError(
-                f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, whose "
-                "gang_placement_strategy says where all bundles of a gang go; leave one out, or set it to "
+                f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, "
+                "whose gang_placement_strategy places all bundles of a gang; leave one out, or set it to "
                 "None"
             )
         if self.placement_group_bundles is not None and self.max_replicas_per_node is not None:
@@ -377,7 +379,7 @@ class BackendConfig(Options):
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise ValueError(
                 f"placement_group_strategy={self.placement_group_strategy!r} is given without "
-                "placement_group_bundles; give both, or use placement, which says where the replicas go"
+                "placement_group_bundles; give both, or use placement, which places the replicas"
             )
         if self.gang_scheduling_config is not None and self.autoscaling_config is None:
             check_whole(self.num_replicas, self.gang_scheduling_config.gang_size)

@@ -34,8 +34,10 @@ class DeploymentActorConfig(Options):
     max_concurrency: int | None = Field(
         None,
         ge=1,
-        description=f"Maximum number of calls that it runs at once. None: {ASYNC_CALLS} if all its methods "
-        "are ``async def``, otherwise one after another.",
+        description=(
+            f"Maximum number of calls that it runs at once. None: {ASYNC_CALLS} if all its methods are "
+            "``async def``, otherwise 1."
+        ),
     )
 
     @field_validator("name")

@@ -88,11 +88,14 @@ class Environment(Options):
         for name, text in value.items():
             if not name or "=" in name or "\0" in name:
                 raise ValueError(
-                    f"{name!r} is not the name of an environment variable: it must have a character "
-                    "at least, and neither '=' nor a null character"
+                    f"{name!r} is not the name of an environment variable: it must not be empty, and must "
+                    "not contain '=' or a null character"
                 )
             if isinstance(text, str) and "\0" in text:
-                raise ValueError(f"the value of {name} has a null character, which no variable can have")
+                raise ValueError(
+                    f"the value of {name} contains a null character, which environment variables cannot "
+                    "contain"
+                )
         return value
 
     @field_validator("packages", mode="before")
@@ -107,8 +110,8 @@ class Environment(Options):
                 text = Path(value).read_text()
             except OSError as error:
                 raise ValueError(
-                    f"{os.fspath(value)!r} is not a list of requirements, and not a file of them that can be "
-                    f"read: {error.strerror}"
+                    f"{os.fspath(value)!r} is neither a list of requirements nor a readable file of "
+                    f"requirements: {error.strerror}"
                 ) from None
             lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
             return [line for line in lines if line and not line.startswith("#")]
@@ -211,8 +214,8 @@ class DaskTaskConfig(Options):
 
     priority: int = Field(
         -1,
-        description="Dask's priority of tasks that name none. Tasks with a higher one run first; those of "
-        "other clients have 0.",
+        description="Dask's priority of tasks that set none themselves. Tasks with a higher priority run "
+        "first; those of other clients have 0.",
     )
     cancel_with_request: bool = Field(
         True,
@@ -254,9 +257,9 @@ class ModelRepository(Options):
     )
     rollout: RolloutConfig | None = Field(
         None,
-        description="How a new version of a model gets its requests, beside the default version: step by "
-        "step, with the gates of rollouts. It uses neither ``sticky`` nor ``shadow`` and ``compare``. None: "
-        "all of them once it is loaded.",
+        description="Plan by which a new version of a model gets its traffic step by step, with the gates "
+        "of rollouts. ``sticky``, ``shadow`` and ``compare`` do not apply. None: a new version gets all "
+        "traffic once it is loaded.",
     )
 
     @field_validator("rollout")
@@ -272,7 +275,7 @@ class ModelRepository(Options):
         for gate in rollout.gates:
             if gate.metric == "prometheus" and "$version" not in gate.query:
                 raise ValueError(
-                    f"{gate.query!r} has one value for both versions of a model, which the same replicas "
-                    "answer with; give a metric of yours a label, and select it by $version"
+                    f"{gate.query!r} has the same value for both versions of a model, because the same "
+                    "replicas serve both; add a label to your own metric, and select it with $version"
                 )
         return rollout

@@ -33,8 +33,8 @@ class HTTPOptions(Options):
     )
     server: Literal["tornado", "asyncio", "uvicorn"] = Field(
         "tornado",
-        description="What reads the sockets: ``tornado``, or ``asyncio``, the transports of the event loop, "
-        "which take less CPU time where uvloop is installed. ``uvicorn`` is the old name of ``asyncio``.",
+        description="Transport that reads the sockets: ``tornado``, or ``asyncio`` for the transports of "
+        "the event loop, which take less CPU time with uvloop. ``uvicorn`` is the old name of ``asyncio``.",
     )
     location: Location | None = Field(
         Location.HEAD_ONLY,
@@ -43,15 +43,15 @@ class HTTPOptions(Options):
     return_grace_s: float = Field(
         10.0,
         ge=0,
-        description="Time in seconds before the proxy of HeadOnly moves to another host: its own host may "
-        "have a worker again. It moves back when its own host has had a worker for as long.",
+        description="How long the proxy of HeadOnly waits for a worker on its own host before it moves to "
+        "another host, in seconds. It moves back when its own host has had a worker for the same time.",
     )
     system_workers: list[str] = Field(
         default_factory=list,
-        description="Workers that are kept for the controller and the proxies: names, addresses or hosts of "
-        "workers, or resources that workers declare. Replicas never go there. While none of them is in the "
-        "cluster, the controller and the proxies run on other workers, and the status says so. Empty: the "
-        "controller and the proxies share the workers of replicas.",
+        description="Workers that are reserved for the controller and the proxies: names, addresses or "
+        "hosts of workers, or resources that workers declare. Replicas never go there. While none of them "
+        "is in the cluster, the controller and the proxies run on other workers, and the status says so. "
+        "Empty: the controller and the proxies share the workers of replicas.",
     )
     replicas_listen: bool = Field(
         False,
@@ -74,16 +74,16 @@ class HTTPOptions(Options):
     max_buffered_bytes: ByteCount | None = Field(
         None,
         gt=0,
-        description="Maximum size of all request bodies and WebSocket messages that a proxy holds at a time, "
-        "in bytes. Past it, a body gets 503 with ``Retry-After``, and a WebSocket is closed with code 1013. "
-        "None: eight bodies of ``max_body_bytes``, and 64 MiB at least.",
+        description="Maximum size of all request bodies and WebSocket messages that a proxy holds at a "
+        "time, in bytes. Beyond it, a request gets 503 with ``Retry-After``, and a WebSocket is closed "
+        "with code 1013. None: eight bodies of ``max_body_bytes``, and 64 MiB at least.",
     )
     min_body_bytes_per_s: ByteCount = Field(
         240,
         ge=0,
         description="Minimum rate of a request body, in bytes per second. A slower one gets 408, and the "
-        "connection is closed. The time during which the backend does not read counts for nothing, nor does "
-        "what comes after the response has begun. 0: no minimum.",
+        "connection is closed. Time during which the backend does not read does not count, nor does data "
+        "that arrives after the start of the response. 0: no minimum.",
     )
     body_grace_s: float = Field(
         20.0,
@@ -94,8 +94,8 @@ class HTTPOptions(Options):
     write_stall_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Time in seconds after which a response is aborted whose client has accepted no byte of "
-        "it for so long; user code is cancelled.",
+        description="Time in seconds after which a response is aborted if its client accepts no byte of it; "
+        "user code is cancelled.",
     )
     busy_write_stall_timeout_s: float = Field(
         5.0,
@@ -106,8 +106,8 @@ class HTTPOptions(Options):
         1 << 20,
         ge=0,
         description="How many bytes of a streamed response may wait for its client before user code waits, "
-        "too. A response that is sent whole waits in the proxy, and holds no slot, as long as all that wait "
-        "are within ``max_buffered_bytes``.",
+        "too. Complete responses wait in the proxy and occupy no slot, as long as their total is within "
+        "``max_buffered_bytes``.",
     )
     max_websocket_message_bytes: ByteCount = Field(
         16 << 20,
@@ -123,21 +123,22 @@ class HTTPOptions(Options):
     max_websocket_inflation_ratio: float = Field(
         200.0,
         ge=1,
-        description="How many times as large as its compressed data a WebSocket message may become; past it, "
+        description="Maximum ratio of the size of a WebSocket message to its compressed size; beyond it, "
         "the connection is closed with code 1009. The first MiB of a message does not count.",
     )
     max_websocket_inflation_per_s: ByteCount = Field(
         16 << 20,
         gt=0,
-        description="How many bytes the compressed messages of a WebSocket may become per second, averaged "
-        "over 4 seconds; past it, the connection is closed with code 1008. Twenty times what the client "
-        "sends is free, so what compresses as usual never counts.",
+        description="Maximum number of bytes per second to which the compressed messages of a WebSocket may "
+        "expand, averaged over 4 seconds; beyond it, the connection is closed with code 1008. Expansion up "
+        "to twenty times the received bytes does not count, so ordinary messages never reach the limit.",
     )
     keep_alive_timeout_s: float = Field(
         90.0,
         gt=0,
-        description="Time in seconds without incoming data after which an idle connection is closed, between "
-        "requests or within a body. The head of a request must be complete that long after its first byte.",
+        description="Time in seconds without incoming data after which an idle connection is closed, "
+        "between requests or within a body. The head of a request must be complete within the same time "
+        "after its first byte.",
     )
     max_header_bytes: ByteCount = Field(
         64 << 10,
@@ -148,11 +149,10 @@ class HTTPOptions(Options):
     max_connections: int | None = Field(
         None,
         gt=0,
-        description="Maximum number of open connections of a proxy, WebSockets included. At the limit, a new "
-        "one takes the place of one that has been idle for a second (first one whose request is incomplete), "
-        "or waits to be accepted. None: three "
-        "quarters of the file descriptors that the proxy's process may have (``ulimit -n``), at most 10,000; "
-        "the rest is left to Dask and user code.",
+        description="Maximum number of open connections of a proxy, WebSockets included. At the limit, a "
+        "new connection replaces one that has been idle for a second (preferably one with an incomplete "
+        "request), or waits to be accepted. None: three quarters of the file descriptors that the proxy's "
+        "process may have (``ulimit -n``), at most 10,000; the rest is left to Dask and user code.",
     )
     trusted_forwarders: list[str] = Field(
         default_factory=list,
@@ -181,13 +181,13 @@ class HTTPOptions(Options):
     )
     debug: bool = Field(
         False,
-        description="Whether error responses contain user tracebacks, and the addresses and replicas of "
+        description="Whether error responses contain user tracebacks, and the addresses and replicas in "
         "errors of the cluster. Never use it on a public port.",
     )
     list_routes: bool = Field(
         True,
-        description="Whether ``/-/routes`` lists the routes, 404 responses refer to it, and ``/-/readyz`` "
-        "names what does not run.",
+        description="Whether ``/-/routes`` lists the routes, 404 responses mention it, and ``/-/readyz`` "
+        "names deployments without a replica.",
     )
 
     model_id_parameter: str | None = Field(

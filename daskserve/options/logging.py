@@ -45,7 +45,7 @@ class LoggingConfig(Options):
         description="Folder of log files on the hosts of the workers, one for each replica, and for each "
         "process with proxies or the controller. None: no files.",
     )
-    enable_access_log: bool = Field(True, description="Whether each request is one line when it has ended.")
+    enable_access_log: bool = Field(True, description="Whether each ended request is logged as one line.")
     additional_log_standard_attrs: list[str] = Field(
         default_factory=list,
         description="Attributes of Python's ``LogRecord`` that records have, too, such as ``funcName``.",
@@ -53,7 +53,7 @@ class LoggingConfig(Options):
     output: Literal["stdout", "files", "both"] | None = Field(
         None,
         description="Where records go. None: to files if there is ``logs_dir``, else to standard output, "
-        "which gets only what no handler of yours takes.",
+        "which gets only records without a handler of yours.",
     )
     max_file_bytes: ByteCount = Field(
         64 << 20, ge=4096, description="Size at which a log file is rotated, in bytes."

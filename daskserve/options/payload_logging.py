@@ -24,7 +24,7 @@ class PayloadLoggingConfig(Options):
     )
     sampling_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that is written.")
     mode: Literal["all", "request", "response"] = Field(
-        "all", description="What is written of them: ``request``, ``response``, or ``all``."
+        "all", description="Parts that are written: ``request``, ``response``, or ``all``."
     )
     max_bytes: ByteCount = Field(
         64 << 10,
@@ -40,7 +40,7 @@ class PayloadLoggingConfig(Options):
         "nothing is written.",
     )
     flush_period_s: float = Field(
-        10, ge=0.1, le=3600, description="How long events are gathered for one file, in seconds."
+        10, ge=0.1, le=3600, description="How long events are collected for one file, in seconds."
     )
 
     @field_validator("redact")

@@ -73,7 +73,7 @@ def _checked_bundles(bundles: list[dict[str, float]]) -> list[dict[str, float]]:
         for name, amount in bundle.items():
             if not 0 <= amount < math.inf:
                 raise ValueError(
-                    f"bundle {number} asks for {amount} of {name!r}; an amount is a finite number from 0"
+                    f"bundle {number} has the amount {amount} of {name!r}; give a finite number, 0 or more"
                 )
             if name.startswith("num_") and name in ActorOptions.model_fields:
                 right = name.removeprefix("num_")[:-1].upper()

@@ -92,9 +92,9 @@ class Gate(Options):
     )
     detects: Share | None = Field(
         None,
-        description="The increase that must not go unnoticed, as a share of all requests: a step lasts until "
-        "the new version has ended as many requests as find it. If the old version's own share is larger, "
-        "that counts. None: ``2%`` of failed requests, ``10%`` of slow ones.",
+        description="The increase that a step must be able to detect, as a share of all requests: a step "
+        "lasts until the new version has completed enough requests for this. If the old version's own "
+        "share is larger, that share is used. None: ``2%`` of failed requests, ``10%`` of slow ones.",
     )
     query: str = Field(
         "",
@@ -107,8 +107,8 @@ class Gate(Options):
     interval_s: float = Field(
         15,
         ge=0.1,
-        description="For ``prometheus``: time between two comparisons in seconds, at least the window of the "
-        "expression's ``rate``, so that each comparison is one of other requests.",
+        description="For ``prometheus``: time between two comparisons in seconds, at least the window of "
+        "the expression's ``rate``, so that no request is in two comparisons.",
     )
 
     @model_validator(mode="after")
@@ -133,9 +133,12 @@ class RolloutConfig(Options):
         default_factory=lambda: list(STEPS),
         min_length=1,
         max_length=100,
-        description='Shares of the traffic that the new version gets, one after another, as ``"5%"``. After '
-        "the last one, the old version stops; if that is less than 100 %, its replicas are replaced one by "
-        "one as without a rollout. ``0%`` starts the replicas, for requests that ask for them and copies.",
+        description=(
+            'Shares of the traffic that the new version gets, one after another, as ``"5%"``. After the '
+            "last one, the old version stops; if that is less than 100 %, its replicas are replaced one by "
+            "one as without a rollout. ``0%`` only starts the replicas, for requests that name the version "
+            "and for copies."
+        ),
     )
     pause_s: float | None = Field(
         60,
@@ -145,21 +148,20 @@ class RolloutConfig(Options):
     min_requests: int = Field(
         100,
         ge=0,
-        description="Minimum number of requests that the new version must have ended at a step before the "
-        "next one. More are needed if the gates need them, see ``detects``. At ``0%`` with ``shadow``: of "
-        "answers that were compared.",
+        description="Minimum number of requests that the new version must complete at a step. The gates may "
+        "need more, see ``detects``. At ``0%`` with ``shadow``: minimum number of compared answers.",
     )
     gates: list[Gate] = Field(
         default_factory=lambda: [Gate()],
         max_length=10,
-        description="What is compared with the old version over the same time. Empty: nothing.",
+        description="Comparisons with the old version over the same time. Empty: none.",
     )
     false_alarm: float = Field(
         0.001,
         gt=0,
         le=0.2,
-        description="Probability with which a new version that is as good as the old one is taken back, over "
-        "all steps and gates.",
+        description="Probability with which a new version that is as good as the old one is rolled back, "
+        "over all steps and gates.",
     )
     sticky: SessionPart | None = Field(
         None,
@@ -168,8 +170,8 @@ class RolloutConfig(Options):
     )
     shadow: Share = Field(
         "0%",
-        description="Share of the old version's requests of which the new version gets a copy, whose answer "
-        "is compared with ``compare`` and dropped.",
+        description="Share of the old version's requests that are copied to the new version. Its answer is "
+        "compared with ``compare`` and dropped.",
     )
     compare: Annotated[str | None, BeforeValidator(_as_path), AfterValidator(_checked_path)] = Field(
         None,
@@ -183,7 +185,9 @@ class RolloutConfig(Options):
     def _rise(cls, value: list[str]) -> list[str]:
         shares = [percent_of(each) for each in value]
         if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
-            raise ValueError(f"the steps {value} do not rise; give each a larger share than the one before")
+            raise ValueError(
+                f"the steps {value} do not increase; give each step a larger share than the one before"
+            )
         return value
 
     @property

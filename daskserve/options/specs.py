@@ -61,7 +61,7 @@ class BackendSpec(Spec):
     config : BackendConfig
         Without ``user_config``, and with a policy that is code of the user's pickled.
     user_config : bytes or None
-        ``dump_bytes`` of what ``reconfigure`` gets.
+        ``dump_bytes`` of the argument of ``reconfigure``.
     version : str or None
         Names the code; None: the controller derives it from the code.
     user_version, prev_version : str or None

@@ -1,12 +1,12 @@
 """Errors taken apart for other processes, and rebuilt without running their constructors.
 
 Problem: pickle calls an error's class with ``args``, which many classes do not accept, and fails for the
-whole error if one attribute cannot be pickled. What it stores besides depends on the process: distributed
-registers reducers (of tblib) that add the cause, the context and the traceback. Choice: an error is its
-class, ``args``, the fields of its built-in class, its attributes, its cause and its context. Each value whose
-class defines pickling is sent as a separate pickle. A value that cannot be pickled is left out, or replaced
-by a text among ``args``. The receiver creates the error with the built-in class from which it is derived.
-Only if the error's own class has methods for pickling, these are used, if they work.
+whole error if one attribute cannot be pickled. Other content depends on the process: distributed registers
+reducers (of tblib) that add the cause, the context and the traceback. Choice: an error is its class,
+``args``, the fields of its built-in class, its attributes, its cause and its context. Each value whose class
+defines pickling is sent as a separate pickle. A value that cannot be pickled is left out, or replaced by a
+text among ``args``. The receiver creates the error with the built-in class from which it is derived. Only if
+the error's own class has methods for pickling, these are used, if they work.
 
 So an error keeps its class unless the class itself cannot be pickled, or does not exist at the receiver.
 """

@@ -264,14 +264,14 @@ def _check_versions(
     others = sorted(name for name, digest in wanted.items() if found.get(name, digest) != digest)
     if others and is_exact:
         raise CodeLoadError(
-            f"{what}: the file of module {', '.join(others)} on {socket.gethostname()} is not that of the "
-            "revision to roll back to. Give the workers the files of that revision, or deploy it from its "
-            "source; with env={'working_dir': '.'}, files are kept with each revision."
+            f"{what}: the file of module {', '.join(others)} on {socket.gethostname()} differs from that of "
+            "the revision to roll back to. Install the files of that revision on the workers, or deploy it "
+            "from its source; with env={'working_dir': '.'}, files are kept with each revision."
         )
     if others:
         logger.warning(
-            "%s: the file of module %s differs from that of the program that deployed it. Give all machines "
-            "the same files, for example by env={'working_dir': '.'}.",
+            "%s: the file of module %s differs from that of the program that deployed it. Install the same "
+            "files on all machines, for example by env={'working_dir': '.'}.",
             what,
             ", ".join(others),
         )

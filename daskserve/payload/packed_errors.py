@@ -341,7 +341,7 @@ def _of_call(error: ServeError) -> str:
 
 
 def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] | None, bool]:
-    """Return the name, message and fields of an error of daskserve, and whether that is all it has.
+    """Return the name, message and fields of an error of daskserve, and whether it has no other content.
 
     For other errors, return None and False.
     """

@@ -21,7 +21,7 @@ from daskserve.common.types import SHARED_BYTES, Message, Payload
 from daskserve.errors import ServeError
 
 T = TypeVar("T")
-#: Returns what to pickle in place of an object, like ``__reduce__``, or `NotImplemented`.
+#: Returns the replacement to pickle for an object, like ``__reduce__``, or `NotImplemented`.
 Substitute: TypeAlias = Callable[[Any], Any]
 
 OUT_OF_BAND_BYTES = 4096

@@ -25,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-#: The top-level packages whose frames are left out of what a user sees.
+#: The top-level packages whose frames are left out of tracebacks for users.
 ON_THE_WAY = frozenset(
     {"daskserve", "asyncio", "concurrent", "contextlib", "functools", "importlib", "pydantic"}
 )

@@ -111,13 +111,13 @@ def unpicklable_error(
     Parameters
     ----------
     subject
-        The value in words, at the start of a sentence.
+        The value in words, as the beginning of a sentence.
     error
-        What the pickler raised.
+        The pickler's error.
     roots
-        The parts of the value that have names.
+        The named parts of the value.
     remedy
-        What to do about an object of any other type than those of `REMEDIES`.
+        The remedy for objects of all types that are not in `REMEDIES`.
     """
     steps, advice = _to_culprit(way_to(value, roots, substitution))
     problem = text_of(error).rstrip(".")

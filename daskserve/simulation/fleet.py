@@ -26,7 +26,7 @@ LATENCY_BOUNDS_S: Sequence[float] = tuple(
 )
 #: Number of equal parts into which the distribution of durations is split when it is added to waits.
 PARTS = 100
-#: The same number for the samples that policies receive each second.
+#: Number of parts for the samples that policies receive each second.
 COARSE_PARTS = 20
 
 logger = logging.getLogger("daskserve.autoscaling")
@@ -289,7 +289,7 @@ def duration_parts_s(mean_s: float, cv: float, parts: int = PARTS) -> list[float
 
 
 def latency_counts(wait_s: float, ended: float, duration_s: float, parts_s: Sequence[float]) -> list[int]:
-    """Return the number of ended requests in each bucket of `LATENCY_BOUNDS_S`; ``parts_s`` ascend."""
+    """Return the number of ended requests in each bucket of `LATENCY_BOUNDS_S`; ``parts_s`` is ascending."""
     counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
     # Visit only the bounds between the shortest and the longest latency, because this runs for each second of
     # a day.

@@ -1,8 +1,8 @@
 """Knative's autoscaler, for comparison, with a stable window of 60 s and a panic window of 6 s.
 
 As its documentation says, the number of replicas is the mean of running plus queued requests over the stable
-window, divided by the target. When the mean over the panic window is twice what the ready replicas should
-carry, that mean is used instead. No replica stops until a stable window has passed without panic. A step
+window, divided by the target. If the mean over the panic window is twice the target load of the ready
+replicas, that mean is used instead. No replica stops until a stable window has passed without panic. A step
 multiplies the replicas by at most 1,000 or divides them by at most 2.
 """
 

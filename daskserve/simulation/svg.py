@@ -1,7 +1,7 @@
 """Plots of simulations as SVG, which every browser shows.
 
-The SVG is written directly, because this is the only plot: matplotlib 3.11 has 174 MB with its dependencies
-and takes 0.4 s to import, and altair 6.3 needs vl-convert besides its 21 MB.
+The SVG is written directly, because this is the only plot: matplotlib 3.11 takes 174 MB with its dependencies
+and 0.4 s to import, and altair 6.3 takes 21 MB and needs vl-convert.
 """
 
 from __future__ import annotations

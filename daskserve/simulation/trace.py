@@ -28,7 +28,7 @@ LONGEST_S = 366 * 86_400
 
 
 class TraceError(ValueError):
-    """A trace is invalid; the message names the line, the value and what is expected."""
+    """A trace is invalid; the message names the line, the value and the expected form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class ProcessMetrics:
         self._sources: dict[int, _Known] = {}
         self._folded = FoldedTotals()
         self._is_registered = False
-        #: Whether another process exports these metrics, as a worker does for its child processes.
+        #: Whether another process exports these metrics: a worker exports those of its child processes.
         self.is_reported = False
         self._export: OTLPExport | None = None
 

@@ -25,7 +25,7 @@ class ErrorLog:
 
     def log(self, error: Exception, text: str, *args: object) -> None:
         """Log an error with its traceback, at level ERROR if its kind is new, otherwise at DEBUG."""
-        # Computing the text of a user code's error may raise, which `traceback` handles.
+        # The ``__str__`` of a user's error may raise; `traceback` handles that.
         kind = _NUMBER.sub("N", "".join(traceback.format_exception_only(error)))
         level = logging.DEBUG if kind == self._logged else logging.ERROR
         self._logged = kind
@@ -33,7 +33,7 @@ class ErrorLog:
 
 
 class SparseLog:
-    """Chooses which of many events to log: the first of each kind, then one per period.
+    """Decides which events are logged: the first of each kind, then one per period.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class SparseLog:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def take(self, kind: str, now: float) -> int | None:
-        """Return how many events of a kind were left out since the last one; None to leave this one out."""
+        """Return how many events of a kind were left out since the last one; None to leave out this one."""
         since, left_out = self._kinds.get(kind, (-math.inf, 0))
         if now - since < self._period_s:
             self._kinds[kind] = since, left_out + 1

@@ -52,7 +52,7 @@ LIFE_BUCKETS_S: Sequence[float] = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 6
 #: The cause of all errors that are not daskserve's own.
 USER_CODE = "user_code"
 TIMEOUT = "timeout"
-#: Values of the label ``cause`` by class of error; the first class that matches is used.
+#: Value of the label ``cause`` for each class of errors; the first matching class is used.
 CAUSES: Mapping[type[BaseException], str] = {
     BackPressureError: "back_pressure",
     RequestTimeoutError: TIMEOUT,

@@ -75,7 +75,7 @@ class Meter(Generic[Key]):
     rates: Mapping[Key, Rates] | None = None
 
     def take(self, totals: Mapping[Key, Counts], now: float) -> None:
-        """Record a report of all totals; a total that the last report did not have began at 0."""
+        """Record a report of all totals; a total that was not in the last report began at 0."""
         elapsed_s = now - self.at
         if elapsed_s < LEAST_S:
             return

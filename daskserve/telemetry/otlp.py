@@ -40,9 +40,9 @@ class OTLPExport:
     Parameters
     ----------
     collect : callable
-        Returns all metrics, as Prometheus' client has them.
+        Returns all metrics as objects of Prometheus' client.
     is_reported : callable
-        Returns whether another process exports these metrics; then the thread ends.
+        Returns whether another process exports these metrics; if so, the thread ends.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ def metrics_data(families: Iterable[Metric], began: int, now: int) -> MetricsDat
 
 @dataclass(slots=True)
 class _Series:
-    """One series of a histogram: its labels, its cumulative counts by bound, its sum, and its examples."""
+    """One series of a histogram: its labels, its cumulative counts by bound, its sum, and its exemplars."""
 
     labels: Mapping[str, str]
     buckets: list[tuple[float, float]] = field(default_factory=list)

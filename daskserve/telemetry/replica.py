@@ -187,7 +187,7 @@ class ReplicaMetrics:
         }
 
     def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the running and ended requests, their latencies and ``more``, as plain values.
+        """Return the running and ended requests, their latencies and the values of ``more`` as plain values.
 
         The queues of continuous batches are also custom metrics, unless user code has metrics of these names.
         """
@@ -210,7 +210,7 @@ class ReplicaMetrics:
         }
 
     def continuous(self) -> dict[str, Any]:
-        """Return the load of the continuous batches of all methods, and their outputs since the start."""
+        """Return the load of the continuous batches of all methods, and their number of outputs."""
         steps = list(self.steps.values())
         active, queued, cost, slots = map(sum, zip(*(each.load() for each in steps), strict=True))
         outputs = sum(each.outputs for each in steps)
@@ -271,7 +271,7 @@ class ReplicaMetrics:
         probe_failures: int,
         is_healthy: bool,
     ) -> list[MetricSample]:
-        """Return the samples of state that is kept elsewhere; only counters before the replica runs."""
+        """Return the samples of state that other objects keep; before the replica runs, only counters."""
         deployment = labels[:2]
         counts: list[MetricSample] = [
             ("deployment_loop_blocks", deployment, loop_blocks),

@@ -43,7 +43,7 @@ class Source(Protocol):
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
 SHORT_LIVED = frozenset({"replica", "proxy"})
-#: The label that is derived from the tag of a deployment, or from the endpoint of the same name.
+#: The label of the application, which is derived from the tag of a deployment or from an endpoint's name.
 APPLICATION = "application"
 APPLICATION_OF = frozenset({"deployment", "endpoint"})
 
@@ -75,7 +75,7 @@ class MetricSpec:
 
     @property
     def exported_labels(self) -> tuple[str, ...]:
-        """The labels of the metric's series, including the application that follows from them."""
+        """The labels of the metric's series, including the application."""
         return (*self.labels, APPLICATION) if APPLICATION_OF & set(self.labels) else self.labels
 
     @property
@@ -157,7 +157,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "router_hedges",
             _C,
             (*_D, "outcome"),
-            "Second tries of requests that took long; won: it was first.",
+            "Second attempts of slow requests; won if the second attempt answered first.",
         ),
         MetricSpec(
             "router_fallbacks",
@@ -210,12 +210,14 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             SHARE_BUCKETS,
         ),
         MetricSpec("multiplexed_model_requests", _C, _D, "Requests of user code for a multiplexed model."),
-        MetricSpec("multiplexed_model_hits", _C, _D, "Those whose model was loaded."),
+        MetricSpec("multiplexed_model_hits", _C, _D, "Requests for a multiplexed model that was loaded."),
         MetricSpec("multiplexed_model_loads", _C, _D, "Loads of models that began."),
-        MetricSpec("multiplexed_model_load_failures", _C, _D, "Loads that failed."),
+        MetricSpec("multiplexed_model_load_failures", _C, _D, "Loads of models that failed."),
         MetricSpec("multiplexed_model_unloads", _C, _D, "Models that were unloaded."),
-        MetricSpec("multiplexed_model_load_seconds", _T, _D, "Seconds per load.", LIFE_BUCKETS_S),
-        MetricSpec("multiplexed_model_unload_seconds", _T, _D, "Seconds per unload.", LIFE_BUCKETS_S),
+        MetricSpec("multiplexed_model_load_seconds", _T, _D, "Seconds per load of a model.", LIFE_BUCKETS_S),
+        MetricSpec(
+            "multiplexed_model_unload_seconds", _T, _D, "Seconds per unload of a model.", LIFE_BUCKETS_S
+        ),
         MetricSpec(
             "continuous_step_duration_seconds",
             _T,
@@ -230,7 +232,10 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "Times that a request lost its slot for lack of memory.",
         ),
         MetricSpec(
-            "tasks_ended", _C, (*_D, "queue", "state"), "Tasks whose run ended here, by the state after it."
+            "tasks_ended",
+            _C,
+            (*_D, "queue", "state"),
+            "Tasks whose run ended in this replica, by their new state.",
         ),
     ),
     "Replicas, while they exist": (
@@ -248,21 +253,29 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "continuous_active_requests", _G, (*_R, "method"), "Requests with a slot of a continuous batch."
         ),
-        MetricSpec("continuous_queued_requests", _G, (*_R, "method"), "Requests that wait for such a slot."),
         MetricSpec(
-            "continuous_queued_cost", _G, (*_R, "method"), "Sum of their costs by cost_fn, such as tokens."
+            "continuous_queued_requests",
+            _G,
+            (*_R, "method"),
+            "Requests that wait for a slot of a continuous batch.",
+        ),
+        MetricSpec(
+            "continuous_queued_cost",
+            _G,
+            (*_R, "method"),
+            "Total cost of these waiting requests by cost_fn, such as tokens.",
         ),
         MetricSpec(
             "task_queue_tasks",
             _G,
             (*_R, "queue", "state"),
-            "Tasks in the queue that it consumes, which all consumers count: take the maximum.",
+            "Tasks in the replica's queue. All consumers of the queue report the same, so use the maximum.",
         ),
         MetricSpec(
             "task_queue_oldest_seconds",
             _G,
             (*_R, "queue"),
-            "Age of the oldest task that could run, in seconds.",
+            "Age of the oldest task that is due, in seconds.",
         ),
         MetricSpec("replica_abandoned_requests", _G, _R, "Cancelled calls that still run."),
         MetricSpec("replica_max_ongoing_requests", _G, _R, "Number of slots."),
@@ -270,17 +283,13 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("replica_start_time_seconds", _G, _R, "Time of its start, in seconds since the epoch."),
         MetricSpec("replica_startup_duration_seconds", _G, _R, "Duration of its start, in seconds."),
         MetricSpec("replica_multiplexed_models", _G, _R, "Multiplexed models that are loaded."),
-        MetricSpec(
-            "replica_multiplexed_model", _G, (*_R, "model"), "1 for each model that is loaded, 100 at most."
-        ),
+        MetricSpec("replica_multiplexed_model", _G, (*_R, "model"), "1 for each loaded model, at most 100."),
     ),
     "The controller, in one process": (
         MetricSpec(
             "controller_epoch", _G, _I, "Number of this controller; each new one has a higher number."
         ),
-        MetricSpec(
-            "store_owned", _G, _I, "1 if the store is this instance's own, 0 if another cluster has it."
-        ),
+        MetricSpec("store_owned", _G, _I, "1 if this instance owns the store, 0 if another cluster does."),
         MetricSpec("controller_start_time_seconds", _G, _I, "Time of its start, in seconds since the epoch."),
         MetricSpec("control_loop_duration_seconds", _T, _I, "Seconds per round of the control loop."),
         MetricSpec("control_loop_failures", _C, _I, "Steps of the loop that failed and are retried."),
@@ -295,7 +304,10 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("workers", _G, (*_I, "state"), "Dask workers by whether they can hold actors."),
         MetricSpec("autoscaling_wanted_replicas", _G, _D, "Replicas that the autoscaler wants."),
         MetricSpec(
-            "autoscaling_reason", _G, (*_D, "reason"), "1 for the current reason, with N for each number."
+            "autoscaling_reason",
+            _G,
+            (*_D, "reason"),
+            "1 for the current reason, in which N replaces each number.",
         ),
         MetricSpec("long_poll_waiting_calls", _G, _I, "Calls of listen_for_change that wait for a change."),
     ),
@@ -345,7 +357,9 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         ),
     ),
     "Payload logs": (
-        MetricSpec("payload_log_requests", _C, _D, "Requests that were written to the sink of payloads."),
+        MetricSpec(
+            "payload_log_requests", _C, _D, "Requests that were written to the sink of the payload log."
+        ),
         MetricSpec(
             "payload_log_dropped",
             _C,
@@ -355,7 +369,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         ),
     ),
     "In every process": (
-        MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),
+        MetricSpec("build_info", _G, ("version",), "1, with the version of daskserve as a label."),
         MetricSpec(
             "otlp_export_failures",
             _C,

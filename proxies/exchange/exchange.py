@@ -100,7 +100,9 @@ class Exchange:
             else:
                 path, query = split_target(method, target, host)
                 if method == "CONNECT":
-                    raise RefusedRequestError("This server is no proxy: it does not implement CONNECT.", 501)
+                    raise RefusedRequestError(
+                        "This server is not a forward proxy: it does not support CONNECT.", 501
+                    )
         except RefusedRequestError as error:
             return self.refuse_head(error)
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
@@ -126,12 +128,12 @@ class Exchange:
             if length == 0:
                 self._open_socket(scope)
             else:
-                self.refuse(400, "The handshake of a WebSocket has no body.")
+                self.refuse(400, "The handshake of a WebSocket must not have a body.")
             return length
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._server_state.tasks.add(self._task)
         if is_on_demand:
-            self._server_state.watch.unwatch(connection)  # the client waits for the application
+            self._server_state.idle_watch.unwatch(connection)  # the client waits for the application
         return length
 
     def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
@@ -148,8 +150,8 @@ class Exchange:
         self._note_part(None, is_last=is_last)
 
     def _note_part(self, room: asyncio.Future[None] | None, *, is_last: bool) -> asyncio.Future[None] | None:
-        watch = self._server_state.watch
-        if self._response.is_closed or self._response.is_whole:
+        watch = self._server_state.idle_watch
+        if self._response.is_closed or self._response.is_written:
             return None  # the response has ended: the rest of the body is dropped
         if self.body.excess is not None and not self._server_state.make_room(self.body):
             self.refuse(*self.body.excess)
@@ -164,10 +166,10 @@ class Exchange:
 
     def finish(self) -> None:
         """Record that the request is complete."""
-        self._server_state.watch.unwatch(self._connection)
+        self._server_state.idle_watch.unwatch(self._connection)
         if not self.body.is_ended:
             self.body.end()
-        if self._response.is_whole:
+        if self._response.is_written:
             self._continue()
 
     def finish_response(self) -> None:
@@ -192,7 +194,7 @@ class Exchange:
         """Refuse a malformed body with 400, or close the connection if a response has begun."""
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
         self._is_refused = True
-        if self._response.is_whole:
+        if self._response.is_written:
             self._server_state.refusals.causes[MALFORMED] += 1
             self._continue()
         else:
@@ -201,14 +203,14 @@ class Exchange:
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
         self._response.is_closed = self.is_over = True
-        self._server_state.watch.unwatch(self._connection)
+        self._server_state.idle_watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
         if self._task is None:
             return
         self.body.close()
         # An application may send the end of its response late, for example after background tasks.
-        if not self._response.is_whole and not self._response.is_filled:
+        if not self._response.is_written and not self._response.is_filled:
             self._server_state.cancel(self._task)
 
     def probe_client(self, *, is_late: bool) -> None:
@@ -222,21 +224,23 @@ class Exchange:
         response, stream = self._response, self._connection.stream
         if stream.writing():
             return
-        if not response.is_begun and not response.is_http11:
+        if not response.headers_sent and not response.is_http11:
             if self._probes > 1 and is_late:
                 self._connection.close()
-        elif self._probes == 2 and (not response.is_begun or response.is_chunked):
-            stream.write(b"0" if response.is_begun else _CONTINUE)
+        elif self._probes == 2 and (not response.headers_sent or response.is_chunked):
+            stream.write(b"0" if response.headers_sent else _CONTINUE)
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Respond in place of the application, or close the connection if a response has begun."""
-        self._server_state.refusals.count_body(self._response.method, status, is_cut=self._response.is_begun)
+        self._server_state.refusals.count_body(
+            self._response.method, status, is_cut=self._response.headers_sent
+        )
         self.body.is_refused = True
         self.body.close()  # the application must not take the received part for the whole body
-        self._server_state.watch.unwatch(self._connection)
+        self._server_state.idle_watch.unwatch(self._connection)
         if self._task is not None:
             self._server_state.cancel(self._task)
-        if self._response.is_begun:
+        if self._response.headers_sent:
             return self._cut()
         self._response.closes = True
         if not is_coming:
@@ -249,19 +253,19 @@ class Exchange:
         self._server_state.refusals.notify(self._connection.client, method, self._target, version, status)
 
     @property
-    def is_begun(self) -> bool:
+    def response_started(self) -> bool:
         """Whether a part of the response was written."""
-        return self._response.is_begun
+        return self._response.headers_sent
 
     @property
-    def is_whole(self) -> bool:
+    def response_complete(self) -> bool:
         """Whether the whole response was written."""
-        return self._response.is_whole
+        return self._response.is_written
 
     @property
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed, and the client does not wait for 100 Continue."""
-        is_done = self.body.is_ended or self._response.is_closed or self._response.is_whole
+        is_done = self.body.is_ended or self._response.is_closed or self._response.is_written
         return self.body.is_asked and not is_done
 
     @property
@@ -278,12 +282,12 @@ class Exchange:
         try:
             await self._server_state.app(scope, body, self._response.send)
         except asyncio.CancelledError:
-            if not self._response.is_closed and not self._response.is_whole:
+            if not self._response.is_closed and not self._response.is_written:
                 self._fail()  # the application cancelled it, or the event loop is ending
             raise
         except Exception as error:
             if self._response.is_closed:
-                log.debug("A request failed after its client had gone", exc_info=error)
+                log.debug("A request failed after its client had disconnected", exc_info=error)
                 return
             if not is_logged(error):
                 # Errors of daskserve with a status other than 500 need no traceback.
@@ -291,8 +295,8 @@ class Exchange:
                 log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
-            if not self._response.is_whole and not self._response.is_closed:
-                log.error("%s was left without a whole response", _request_line(scope))
+            if not self._response.is_written and not self._response.is_closed:
+                log.error("%s ended without a complete response", _request_line(scope))
                 self._fail()
         finally:
             # A done callback would cost an iteration of the event loop. If the task never starts,
@@ -324,19 +328,19 @@ class Exchange:
             self._response.answer(error.status, str(error), error.headers)
             return
         self.is_over = True
-        server_state.watch.unwatch(self._connection)
+        server_state.idle_watch.unwatch(self._connection)
         self._connection.detach()
         server_state.sockets.add(session)
         if server_state.is_draining:
-            session.leave()
-        server_state.keep(session.start())
+            session.go_away()
+        server_state.add_task(session.start())
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
-        if not (self._response.is_closed or self._response.is_begun or self._connection.stream.closed()):
+        if not (self._response.is_closed or self._response.headers_sent or self._connection.stream.closed()):
             self._connection.stream.write(_CONTINUE)
         if self.wants_body:
-            self._server_state.watch.watch(self._connection)
+            self._server_state.idle_watch.watch(self._connection)
 
     def _continue(self, is_late: bool = False) -> None:
         if self.is_over or self._response.is_unsent:
@@ -347,22 +351,22 @@ class Exchange:
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:
-            return self._connection.leave()
+            return self._connection.lingering_close()
         self._connection.finish()  # closes the connection if the request is incomplete
         if self._response.closes:
             self._connection.close_when_sent()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
-        if not self._response.is_closed and not self._response.is_whole and not self.body.is_ended:
-            self._server_state.watch.watch(self._connection)
+        if not self._response.is_closed and not self._response.is_written and not self.body.is_ended:
+            self._server_state.idle_watch.watch(self._connection)
 
     def _fail(self) -> None:
-        if self._response.is_begun:
+        if self._response.headers_sent:
             return self._cut()
         self._response.answer(500, "Internal Server Error")
 
     def _cut(self) -> None:
-        if not self._response.is_whole and not self.is_over:
+        if not self._response.is_written and not self.is_over:
             self._response.is_closed = self.is_over = True
             self.body.close()
             self._connection.close_when_sent()

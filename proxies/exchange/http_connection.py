@@ -71,7 +71,7 @@ class HTTPConnection(Connection):
         waits = can_detect_disconnects() and exchange is not None and exchange.unread is not None
         if self.server_state.tls is not None or not waits:
             return False
-        self.server_state.note_end(self)
+        self.server_state.on_eof(self)
         self._has_ended = True
         return True
 
@@ -87,7 +87,7 @@ class HTTPConnection(Connection):
         if self._linger is not None:
             self._linger.cancel()
         self.server_state.connections.discard(self)
-        self.server_state.watch.unwatch(self)
+        self.server_state.idle_watch.unwatch(self)
         if self.exchange is not None:
             self.exchange.on_connection_close()
             self.exchange = None
@@ -100,22 +100,22 @@ class HTTPConnection(Connection):
         if not self._is_read:
             self.close_when_sent()
             return
-        self.server_state.watch.watch(self)
+        self.server_state.idle_watch.watch(self)
         if self._rest or self._has_ended:
             asyncio.get_running_loop().call_soon(self._read_on)
 
     def close_when_sent(self) -> None:
         if self._rest and not self._drops_data and not self._has_ended:
-            self.leave()  # there may be more
+            self.lingering_close()  # there may be more
             return
         self._drops_data = True
         if self._transport.is_closing():
             return
         self._transport.close()
         if self.stream.writing():
-            self.server_state.watch.watch(self)  # in case the client does not read
+            self.server_state.idle_watch.watch(self)  # in case the client does not read
 
-    def leave(self) -> None:
+    def lingering_close(self) -> None:
         self._drops_data = True
         self._rest = b""
         if self._transport.is_closing():
@@ -129,7 +129,7 @@ class HTTPConnection(Connection):
             self.stream.close()  # the client has reset the connection
             return
         self.stream.resume_reading()
-        self.server_state.watch.unwatch(self)
+        self.server_state.idle_watch.unwatch(self)
         self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._end_linger)
 
     def _end_linger(self) -> None:
@@ -207,7 +207,7 @@ class HTTPConnection(Connection):
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
             if not (self._left and self._rest) and exchange.wants_body:  # otherwise `_read_body` does this
-                self.server_state.watch.watch(self)
+                self.server_state.idle_watch.watch(self)
 
     def _read_body(self, exchange: Exchange) -> None:
         chunks = self._chunks

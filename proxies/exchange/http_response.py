@@ -26,9 +26,9 @@ class HTTPResponse(Response):
         The body of the request.
     closes : bool
         Whether the connection is closed after the response.
-    is_begun : bool
-        Whether any part was written.
-    is_whole : bool
+    headers_sent : bool
+        Whether the head and the first part were written.
+    is_written : bool
         Whether all parts were written.
     is_unsent : bool
         Whether all parts were written, some wait for the client, and the application has ended.
@@ -38,7 +38,7 @@ class HTTPResponse(Response):
 
     method = ""
     is_http11 = True
-    closes = is_begun = is_whole = is_unsent = False
+    closes = headers_sent = is_written = is_unsent = False
     _writer: ResponseWriter | None = None
     _unsent: UnsentParts | None = None
 
@@ -95,7 +95,7 @@ class HTTPResponse(Response):
         if data is None:
             return None
         self._start = message
-        self.is_begun = self.is_complete = True
+        self.headers_sent = self.is_complete = True
         self.status = message["status"]
         try:
             flushed = self._stream.write(data)
@@ -117,10 +117,10 @@ class HTTPResponse(Response):
         if room is not None:
             return self._flush(room, more_body)
         if not more_body:
-            self.is_whole = self.is_unsent = True
+            self.is_written = self.is_unsent = True
             self.body.close()
             sending = self._unsent.send_rest(self._complete)
-            self._server_state.keep(asyncio.get_running_loop().create_task(sending))
+            self._server_state.add_task(asyncio.get_running_loop().create_task(sending))
         return DONE
 
     async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
@@ -145,13 +145,13 @@ class HTTPResponse(Response):
             )
             parts = writer.first(body, more_body, self._server_state.heads.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
-            self.is_begun = True
+            self.headers_sent = True
             self.closes = writer.closes
         else:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
             # A client may send its body slowly while it receives the response; it is idle if neither moves.
-            self._server_state.watch.watch(self._connection)
+            self._server_state.idle_watch.watch(self._connection)
         if not parts:
             return None
         if len(body) <= JOIN_BYTES:
@@ -163,7 +163,7 @@ class HTTPResponse(Response):
         return self._stream.write(parts[-1])
 
     def _complete(self) -> None:
-        self.is_whole, self.is_unsent = True, False
+        self.is_written, self.is_unsent = True, False
         self.body.close()
         exchange = self._connection.exchange
         if exchange is not None:  # otherwise the connection was lost

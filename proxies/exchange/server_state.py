@@ -33,11 +33,11 @@ class OngoingRequest(Protocol):
         """The body."""
 
     @property
-    def is_begun(self) -> bool:
+    def response_started(self) -> bool:
         """Whether a part of the response was written."""
 
     @property
-    def is_whole(self) -> bool:
+    def response_complete(self) -> bool:
         """Whether the whole response was written."""
 
     @property
@@ -140,14 +140,14 @@ class ServerState:
         self.is_draining = False
         self.refusals = Refusals()
         #: Called with a connection that stays open although the client's data has ended.
-        self.note_end: Callable[[Connection], object] = lambda connection: None
+        self.on_eof: Callable[[Connection], object] = lambda connection: None
         #: Returns the maximum size of any body; the application may set a lower one for each.
         self.largest_body_bytes: Callable[[], float] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
         self.is_crowded: Callable[[str], bool] = lambda path: False
         #: Refuses another body to make room for one that exceeds the budget; returns whether it did.
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
-        self.watch = IdleWatch(idle_timeout_s, self._end_idle)
+        self.idle_watch = IdleWatch(idle_timeout_s, self._end_idle)
         self.clock = clock
         self.heads = HeadCache(DateHeader(clock))
 
@@ -155,7 +155,7 @@ class ServerState:
         self.limits.hit(IDLE)
         connection.close()
 
-    def keep(self, task: asyncio.Task[None]) -> None:
+    def add_task(self, task: asyncio.Task[None]) -> None:
         """Keep a task until it ends; `HTTPServer.stop` cancels it."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
             **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
         }
         self.server_state.connections.add(self)
-        self.server_state.watch.watch(self)
+        self.server_state.idle_watch.watch(self)
 
     def check_host(self, framing: Mapping[str, str], version: str) -> None:
         """Check the host of a request, and keep it; raise `RefusedRequestError` if it is not valid."""
@@ -223,7 +223,7 @@ class Connection(asyncio.Protocol):
         """Record that a part of a head was received. The timeout of a head begins with its first byte."""
         if not self.awaits_head:
             self.awaits_head = True
-            self.server_state.watch.watch(self)
+            self.server_state.idle_watch.watch(self)
 
     def finish(self) -> None:
         """Continue with the next request; close the connection if this one is incomplete."""
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
         """Close the connection once all written data is sent."""
         raise NotImplementedError
 
-    def leave(self) -> None:
+    def lingering_close(self) -> None:
         """End this side of the connection, and drop further data, until the client ends its side.
 
         Closing a socket with unread data resets the connection, and may destroy the response.

@@ -91,7 +91,7 @@ class SlowClientWatch:
         for connection in list(self._server_state.connections):
             exchange = connection.exchange
             # Once the response has begun, the body may arrive at any rate.
-            if exchange is not None and exchange.wants_body and not exchange.is_begun:
+            if exchange is not None and exchange.wants_body and not exchange.response_started:
                 self._check_body(exchange, bodies.get(exchange), now)
             if connection.stream.writing():
                 self._check_response(connection, unsent.get(connection), now)
@@ -157,5 +157,7 @@ class SlowClientWatch:
         """Return whether other requests wait for the slot that a connection's request holds."""
         exchange = connection.exchange
         return (
-            exchange is not None and not exchange.is_whole and self._server_state.is_crowded(connection.path)
+            exchange is not None
+            and not exchange.response_complete
+            and self._server_state.is_crowded(connection.path)
         )

@@ -162,7 +162,7 @@ class IngressApp:
             return self._serve(request, scope, receive)
         if kind == "lifespan":
             return _serve_lifespan(receive, send)
-        raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
+        raise ValueError(f"the ingress does not support scopes of type {kind!r}")
 
     def start_draining(self) -> None:
         """Answer ``/-/healthz`` with 503 from now on; other requests are served as before."""

@@ -77,7 +77,7 @@ class ForwardedHeaders:
                 break
             address, is_trusted = self._parsed(host)
             if not address:
-                break  # nor can the addresses before it be trusted
+                break  # the addresses before it cannot be trusted either
             found = address
             if not is_trusted:
                 break

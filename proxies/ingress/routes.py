@@ -53,9 +53,9 @@ class RouteTable:
     Parameters
     ----------
     routes : mapping
-        ``{route: {"endpoint": name, "methods": [...], "application": name, "pending": True}}``, the last two
-        for routes of applications, and for those that are deployed for the first time. Trailing slashes are
-        ignored; of two routes that differ only in them, the later one is used.
+        ``{route: {"endpoint": name, "methods": [...], "application": name, "pending": True}}``,
+        ``application`` is present for routes of applications, ``pending`` during the first deploy of one.
+        Trailing slashes are ignored; of two routes that differ only in them, the later one is used.
     """
 
     def __init__(self, routes: Mapping[str, Mapping[str, Any]]) -> None:

@@ -335,7 +335,7 @@ class Acceptor:
                 break
             if not setup.cancelling():
                 return setup.cancel
-        watch = self._server_state.watch
+        watch = self._server_state.idle_watch
         idle = watch.longest(IDLE_S, Connection.is_incomplete) or watch.longest(IDLE_S, _is_unused)
         if idle is None:
             return None

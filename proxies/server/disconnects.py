@@ -45,7 +45,7 @@ class DisconnectWatch:
         self._ended: dict[Connection, float] = {}
         #: The number of checks at the shorter interval that are left.
         self._quick = 0
-        server_state.note_end = self.check_soon
+        server_state.on_eof = self.check_soon
 
     def start(self) -> None:
         """Start the timer. Does nothing if the operating system cannot detect disconnects."""

@@ -238,7 +238,7 @@ class HTTPServer:
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
         for session in list(self.state.sockets) if sends_away else ():
-            session.leave()
+            session.go_away()
         while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
             if self.state.tasks:
                 await asyncio.wait(self.state.tasks, timeout=left_s)
@@ -252,7 +252,7 @@ class HTTPServer:
         """Stop listening, cancel all requests and close all connections. Idempotent."""
         self.state.is_draining = True
         await self._close_sockets()
-        self.state.watch.stop()
+        self.state.idle_watch.stop()
         self._disconnects.stop()
         self._slow_clients.stop()
         tasks = set(self.state.tasks)

@@ -188,13 +188,14 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
 @pytest.mark.parametrize("command", ["deploy", "diff"])
 def test_what_belongs_to_an_import_path_is_refused_beside_a_file(folder: Path, command: str) -> None:
     for given, text in (
-        (("--name", "shop"), "--name belongs to an import path; the file 'serve.yaml' has its own"),
-        (("--route-prefix", "/x"), "--route-prefix belongs to an import path"),
-        (("a=1",), "The file 'serve.yaml' has its own args; leave a=1 out"),
+        (("--name", "shop"), "--name is for import paths only; set it in the file 'serve.yaml' instead"),
+        (("--route-prefix", "/x"), "--route-prefix is for import paths only"),
+        (("a=1",), "The file 'serve.yaml' sets its own args; leave out a=1"),
     ):
         assert text in call(command, "serve.yaml", *given, code=2).stderr
     assert (
-        "--name belongs to an import path; the file '-'" in call(command, "-", "--name", "x", code=2).stderr
+        "--name is for import paths only; set it in the file '-'"
+        in call(command, "-", "--name", "x", code=2).stderr
     )
 
 

@@ -115,8 +115,8 @@ def test_commands_take_the_names_of_deployments_as_the_status_shows_them(shop: C
         (("shop/Modl",), 1, "the nearest are: shop/Model, shop/Model#"),
         (("shop/Model", "--seconds", "61"), 2, "0<x<=60"),
         (("shop/Model", "--seconds", "0"), 2, "0<x<=60"),
-        (("shop/Model", "--memory", "--format", "svg"), 2, "no --format svg"),
-        (("shop/Model", "--stack", "--memory"), 2, "--stack has no"),
+        (("shop/Model", "--memory", "--format", "svg"), 2, "leave out --memory or --format svg"),
+        (("shop/Model", "--stack", "--memory"), 2, "--stack cannot be combined"),
     ],
 )
 def test_wrong_uses_are_explained(arguments: tuple[str, ...], code: int, text: str) -> None:

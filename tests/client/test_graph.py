@@ -125,7 +125,7 @@ def test_a_handle_calls_methods_that_it_does_not_know_yet() -> None:
 def test_arguments_unpickled_outside_of_replicas_can_be_deployed_again() -> None:
     first = spec(Caller.bind(Model.bind()))
     _, args, _ = unpack_code(first.ingress.spec.code, ())
-    with pytest.raises(ClosedError, match="'Model' belongs to the arguments of a deployment"):
+    with pytest.raises(ClosedError, match="'Model' is an argument of a deployment"):
         args[0].remote()
     again = spec(Caller.bind(*args))
     assert versions(again) == {"Caller": versions(first)["Caller"]}

@@ -39,7 +39,7 @@ def test_an_instance_for_all_programs_comes_before_the_own_one_of_a_program(
 
 
 def test_one_of_several_own_instances_must_be_named() -> None:
-    with pytest.raises(BadRequestError, match=r"2 programs have instances of their own.*: a, b. Name one"):
+    with pytest.raises(BadRequestError, match=r"2 programs have separate instances.*: a, b. Choose one"):
         named_instance(running("a", "b"), None)
     assert named_instance(running("a", "b"), "b") == "b"
     assert named_instance(running("a", "b"), "c") is None

@@ -138,7 +138,7 @@ async def outcome(folder: Path, kind: type, what: str) -> None:
             assert found["state"] == "ROLLED_BACK"
             assert took_s < 10
             assert await load.seen_in(1) == {"1"}
-            assert "Version '2' was taken back, and version '1' has all traffic" in message
+            assert "Version '2' was rolled back, and version '1' has all traffic" in message
             assert "of the new version failed, 0 of " in message
             assert (models["2"]["state"], models["1"]["is_default"]) == ("TAKEN_BACK", True)
             assert events == ["ROLLOUT_STEP", "ROLLOUT_TAKEN_BACK"]
@@ -211,7 +211,7 @@ def test_the_rollout_of_a_model_is_steered_and_replaced(tmp_path: Path) -> None:
         ({"shadow": "10%", "compare": "a:b"}, "a model's rollout has no compare and no shadow"),
         (
             {"gates": [{"metric": "prometheus", "query": "up", "prometheus_address": "http://p"}]},
-            "'up' has one value for both versions of a model",
+            "'up' has the same value for both versions of a model",
         ),
     ],
 )

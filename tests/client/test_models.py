@@ -159,7 +159,9 @@ def test_mistakes_are_explained(folder: Path, client: Client) -> None:
     silent = serve.deployment(Silent).options(model_repository={"url": str(folder)})
     with pytest.raises(ReplicaStartError, match=r"no load_model\(name, version, path\) method"):
         serve.run(silent.bind(), name="silent", route_prefix="/silent")
-    with pytest.raises(ValueError, match="'models' is a relative path, which means another folder on each"):
+    with pytest.raises(
+        ValueError, match="'models' is a relative path, which may be a different folder on each"
+    ):
         serve.deployment(Adder).options(model_repository={"url": "models"})
     run(folder, mode="explicit")
     with pytest.raises(NotFoundError, match=r"Version '8' of model 'three' is not in the .*: 9, 10"):

@@ -72,7 +72,7 @@ async def test_a_worker_that_ends_starts_no_other_actors() -> None:
     assert (await registry.create(SPEC))["made"]
     ending = asyncio.create_task(registry.drain(5.0))
     await asyncio.sleep(0.5)
-    with pytest.raises(UnavailableError, match="Worker here ends and starts no actors"):
+    with pytest.raises(UnavailableError, match="Worker here is shutting down and starts no more actors"):
         await registry.create({**SPEC, "incarnation": 2})
     await ending
     assert registry.entries == {}

@@ -149,7 +149,7 @@ def test_a_nanny_that_cannot_be_told_is_logged(caplog: pytest.LogCaptureFixture)
         await watch_nanny(worker, 12.0)
 
     asyncio.run(main())
-    assert "SIGTERM to the nanny of this worker ends requests under way: ValueError" in caplog.text
+    assert "SIGTERM to the nanny of this worker will abort running requests: ValueError" in caplog.text
 
 
 def test_a_worker_without_daskserve_may_end_at_once() -> None:

@@ -133,7 +133,7 @@ def app(*lines: str, deployment: str = "") -> str:
         ),
         (
             app(deployment="num_replicas: 2\n    autoscaling_config: {max_replicas: 3}"),
-            "f.yaml:5:19: num_replicas=2 is given together with autoscaling_config",
+            "f.yaml:5:19: num_replicas=2 cannot be combined with autoscaling_config",
         ),
         ("apiVersion: ray.io/v1\nkind: RayService", "f.yaml:1:1: this is a Kubernetes RayService; put the"),
         (

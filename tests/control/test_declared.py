@@ -166,7 +166,7 @@ async def test_a_repeated_call_is_one_change_even_if_it_expects_the_version_befo
 async def test_whoever_has_not_read_the_newest_version_is_told_who_has_changed_it(stage: Stage) -> None:
     await declare(stage, config("shop"), by="ann")
     await declare(stage, config("shop", "2"), by="ben", expected_version=1)
-    with pytest.raises(VersionConflictError, match=r"version 2, by ben at .* not version 1"):
+    with pytest.raises(VersionConflictError, match=r"based on version 1 .* now 2, by ben at"):
         await declare(stage, config("shop", "3"), expected_version=1)
     assert versions(stage) == {"shop": "2"}
 
@@ -335,7 +335,7 @@ async def test_routes_stay_if_one_of_those_that_swap_them_fails(stage: Stage) ->
     stage.start = boom("broken")
     found = await declare(stage, config("a", route="/y"), config("b", "2", route="/x"))
     assert (found["a"]["status"], found["b"]["status"]) == ("DEPLOY_FAILED", "DEPLOY_FAILED")
-    assert "'b', with which it was to swap routes, keeps its own" in found["a"]["message"]
+    assert "The swap of routes with application 'b' was canceled" in found["a"]["message"]
     assert "broken" in found["b"]["message"]
     assert routed(await stage.published("routes")) == {"/x": "a", "/y": "b"}
     assert versions(stage) == {"a": "1", "b": "1"}
@@ -354,7 +354,7 @@ async def test_a_route_that_is_being_swapped_is_not_given_away(stage: Stage) -> 
     answer = await stage.deploy_apps(*swap)
     await stage.clock.sleep(1.0)
     assert routed(await stage.published("routes")) == {"/x": "a", "/y": "b"}
-    with pytest.raises(AlreadyRegisteredError, match="application 'b' is about to get it"):
+    with pytest.raises(AlreadyRegisteredError, match="application 'b' is about to take it over"):
         await stage.run("a", {"a": ()}, route="/x")
     await stage.crash_controller()
     for pending in answer["goals"].values():

@@ -201,14 +201,16 @@ async def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays(stag
     auto = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 4, "downscale_delay_s": 600}
     await stage.create(autoscaling_config=auto)
     assert count(stage) == 3
-    with pytest.raises(BadRequestError, match="together with autoscaling_config, and only one of them"):
+    with pytest.raises(
+        BadRequestError, match="cannot be combined with autoscaling_config, because only one of them"
+    ):
         await stage.update(**OPEN)
     await stage.update(autoscaling_config=None, **OPEN)
     assert (recorded(stage).num_replicas, count(stage)) == (3, 3)
     await scale(stage, 2)
     with pytest.raises(BadRequestError, match="external_scaler_enabled=False to scale by load"):
         await stage.update(autoscaling_config=auto)
-    with pytest.raises(BadRequestError, match="external_scaler_enabled=True is given together"):
+    with pytest.raises(BadRequestError, match="external_scaler_enabled=True cannot be combined"):
         await stage.update(num_replicas="auto")
     await stage.update(autoscaling_config=auto, external_scaler_enabled=False)
     assert recorded(stage).num_replicas == 2
@@ -223,7 +225,7 @@ def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> N
     with pytest.raises(ValidationError, match="set autoscaling_config=None to scale from outside"):
         BackendConfig(**auto, **OPEN)
     config = BackendConfig(**auto)
-    with pytest.raises(ValidationError, match="only one of them can decide"):
+    with pytest.raises(ValidationError, match="only one of them can set"):
         config.external_scaler_enabled = True
 
 

@@ -32,7 +32,7 @@ async def test_a_replica_that_ends_meanwhile_is_told_from_one_that_never_was(
         return await call(process, actor, verb, **message)
 
     monkeypatch.setattr(LocalProcess, "call", lose)
-    with pytest.raises(InspectionError, match="while its code was looked at: its worker was lost"):
+    with pytest.raises(InspectionError, match="while its code was inspected: its worker was lost"):
         await stage.call("profile", replica="x/back", seconds=1.0)
     with pytest.raises(InspectionError, match="did not answer within 5 s"):
         await stage.call("stacks", replica="x/back")

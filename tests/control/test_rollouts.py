@@ -560,7 +560,7 @@ def test_gates(why: str, gate: Mapping[str, Any], evidence: Evidence, expected: 
 @each_case(
     "options, message",
     [
-        ({"steps": ["25%", "5%"]}, "do not rise"),
+        ({"steps": ["25%", "5%"]}, "do not increase"),
         ({"steps": ["a"]}, "not a share of the traffic"),
         ({"steps": [0.5]}, "not a share of the traffic"),
         ({"sticky": "session"}, "header:X-Session"),

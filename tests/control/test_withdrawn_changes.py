@@ -42,7 +42,7 @@ async def test_a_change_that_is_taken_back_leaves_the_version_from_before(stage:
     await stage.run(graph=GRAPH, request_id="old")
     goal = await begun(stage, version("2", "new"))
     await withdraw(stage, "new")
-    with pytest.raises(DeployError, match="taken back: a program was interrupted"):
+    with pytest.raises(DeployError, match="undone: a program was interrupted"):
         await stage.calls.wait_for_goal(goal, None)
     status = await stage.app_status()
     assert (status["status"], status["message"], status["route_prefix"]) == ("RUNNING", "", "/")
@@ -140,7 +140,7 @@ async def test_a_call_that_arrives_after_it_was_taken_back_is_refused(stage: Sta
     message: dict[str, Any] = {**stage.spec(request_id="late"), **one}
     if verb == "deploy_applications":
         message = {"apps": [version("1", "late").to_plain()]}
-    with pytest.raises(DeployError, match="taken back before it began"):
+    with pytest.raises(DeployError, match="undone before it began"):
         await stage.call(verb, **message)
     assert not stage.stored("backend")
 

@@ -111,4 +111,4 @@ def test_a_result_is_lost_with_its_worker(dask: Client, client: serve.Client) ->
     poll_for(made.done, what=lambda: made)
     (worker,) = running(client, "maker")
     os.kill(pids(dask)[worker], signal.SIGKILL)
-    poll_for(lambda: re.search("is lost with it|not there any more", failure_of_reading(client, made)))
+    poll_for(lambda: re.search("which is lost|no longer has a result", failure_of_reading(client, made)))

@@ -68,7 +68,7 @@ def test_a_rollback_does_not_serve_other_files_under_an_old_name(
             shop = serve.deployment("rollback_shop:Shop").options(name="shop", num_replicas=2)
             client.run(shop.bind(), name="files", route_prefix=None)
         dask.run(forget_module)
-        with pytest.raises(ServeError, match="is not that of the revision to roll back to"):
+        with pytest.raises(ServeError, match="differs from that of the revision to roll back to"):
             client.rollback("files")
         assert client.get_app_handle("files").remote().result(10) == "new one"
         assert [each.state for each in client.history("files").revisions] == [

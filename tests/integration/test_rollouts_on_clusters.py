@@ -63,4 +63,4 @@ def test_a_faulty_version_is_taken_back_within_ten_seconds(clean_cluster: Extern
         assert command("status")["version"] == "3"
         assert {ask() for _ in range(20)} == {(200, "2")}
         found = client.status().applications["default"]
-        assert "Version '3' was taken back, and version '2' has all traffic" in found.message
+        assert "Version '3' was rolled back, and version '2' has all traffic" in found.message

@@ -208,9 +208,7 @@ def test_the_functions_of_the_package_tell_of_an_instance_of_another_program(
     with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
         with Client(external.address):
             assert serve.status().instance == client.instance_name
-            with pytest.raises(
-                serve.errors.NotRunningError, match="belongs to another program; the client of"
-            ):
+            with pytest.raises(serve.errors.NotRunningError, match="belongs to another program; to use it"):
                 serve.get_app_handle("shop")
         assert client.list_backends() == {}
 

@@ -123,7 +123,7 @@ def test_an_engine_that_makes_no_token_in_time_is_ended() -> None:
     calls = [ToolCall(0, "c", "f", {"a": 1}), {"index": 0}]  # type: ignore[arg-type]
     wrong_calls = [Token(tool_calls=[each]) for each in calls]  # type: ignore[list-item]
     for wrong in (3, Token(None), Token("a", finish_reason=3), *wrong_calls):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"str or Token|texts"):
+        with pytest.raises(TypeError, match=r"str or Token|strings"):
             answer(wrong)
 
 
@@ -479,10 +479,10 @@ async def test_an_engine_does_what_it_has_methods_for() -> None:
     with pytest.raises(TypeError, match=r"An engine has a method generate\(request\), or embed"):
         ModelServer(Neither, {}, None)
     embeds, generates = ModelServer(EmbedsOnly, {}, 10.0), ModelServer(f"{__name__}:GeneratesOnly", {}, 10.0)
-    with pytest.raises(InvalidRequestError, match="The model 'm' generates no text"):
+    with pytest.raises(InvalidRequestError, match="The model 'm' does not generate text"):
         await text_from(embeds, model="m", prompt="a")
     assert await embeds.embed(EmbeddingRequest(inputs=["a"])) == Embeddings([[1.0]], 3)
-    with pytest.raises(InvalidRequestError, match="The model 'm' makes no embeddings"):
+    with pytest.raises(InvalidRequestError, match="The model 'm' does not create embeddings"):
         await generates.embed(EmbeddingRequest(model="m", inputs=["a"]))
     with pytest.raises(TypeError, match="must be an async generator; it returned"):
         await text_from(generates, prompt="a")
@@ -506,7 +506,7 @@ async def test_an_engine_does_what_it_has_methods_for() -> None:
     [
         ([[1.0], [2.0]], "embed returned 2 vectors for 1 texts"),
         ([], "embed returned 0 vectors for 1 texts"),
-        ([[1.0, 2 * MAX_FLOAT32]], "which no float of four bytes holds"),
+        ([[1.0, 2 * MAX_FLOAT32]], "which does not fit in a 4-byte float"),
         ([[float("nan")]], "embed returned nan in a vector"),
         ([[MAX_FLOAT32, -MAX_FLOAT32]], ""),
     ],
@@ -529,7 +529,7 @@ async def test_vectors_that_are_not_made_in_time_are_given_up() -> None:
         async def embed(self, request: EmbeddingRequest) -> Any:
             raise TimeoutError("of its own")
 
-    with pytest.raises(RequestTimeoutError, match=r"has made no vectors for 0.01 s"):
+    with pytest.raises(RequestTimeoutError, match=r"has produced no vectors for 0.01 s"):
         await ModelServer(Hangs, {}, 0.01).embed(EmbeddingRequest(inputs=["a"]))
     with pytest.raises(TimeoutError, match="of its own"):
         await ModelServer(Late, {}, 10.0).embed(EmbeddingRequest(inputs=["a"]))

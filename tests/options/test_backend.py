@@ -55,7 +55,7 @@ def test_the_classic_name_of_the_target_is_accepted() -> None:
 @each_case(
     ("options", "match"),
     [
-        ({"num_replicas": 2, "autoscaling_config": FIVE}, "num_replicas=2 is given together with"),
+        ({"num_replicas": 2, "autoscaling_config": FIVE}, "num_replicas=2 cannot be combined with"),
         ({"num_replicas": 0}, "greater than or equal to 1"),
         ({"num_replicas": 2**63}, "less than or equal to 9223372036854775807"),
         ({"max_body_bytes": "1e30 GB"}, "max_body_bytes\n.*less than or equal to 9223372036854775807"),
@@ -81,13 +81,13 @@ def test_a_user_config_may_be_any_number() -> None:
     [
         (
             {"resources": {"GPU": math.nan}},
-            "resource 'GPU' asks for nan; an amount is a finite number from 0",
+            "resource 'GPU' has the amount nan; give a finite number, 0 or more",
         ),
         (
             {"resources": {"GPU": math.inf}},
-            "resource 'GPU' asks for inf; an amount is a finite number from 0",
+            "resource 'GPU' has the amount inf; give a finite number, 0 or more",
         ),
-        ({"resources": {"": 1}}, "a resource that asks for 1.0 has no name"),
+        ({"resources": {"": 1}}, "a resource with the amount 1.0 has no name"),
         ({"num_cpus": math.inf}, "num_cpus\n.*finite number"),
         ({"num_gpus": math.inf}, "num_gpus\n.*finite number"),
         ({"workers": []}, "there are no workers; give at least one, or None"),
@@ -107,7 +107,7 @@ def test_autoscaling_and_a_fixed_number_replace_each_other() -> None:
     by_hand, scaled = BackendConfig(num_replicas=3), BackendConfig(num_replicas="auto")  # type: ignore[arg-type]
     assert by_hand.merged(scaled).autoscaling_config is not None
     assert "num_replicas" not in by_hand.merged(scaled).model_fields_set
-    with pytest.raises(ValidationError, match="together with"):
+    with pytest.raises(ValidationError, match="cannot be combined with"):
         scaled.merged(by_hand)
     back = scaled.merged(BackendConfig(num_replicas=3, autoscaling_config=None))
     assert (back.num_replicas, back.autoscaling_config) == (3, None)

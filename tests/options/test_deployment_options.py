@@ -102,7 +102,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
     [
         ({"name": ""}, "name must not be empty"),
         ({"num_replicas": 0}, "num_replicas"),
-        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "together with"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "cannot be combined with"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests"),
         ({"max_queued_requests": -2}, "max_queued_requests"),
         ({"max_queued_requests": 0}, "give a number from 1, or -1"),

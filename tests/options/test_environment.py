@@ -58,7 +58,7 @@ def test_a_conda_environment_has_a_name(name: str) -> None:
         ({"A=B": "1"}, "'A=B' is not the name of an environment variable"),
         ({"": "1"}, "'' is not the name of an environment variable"),
         ({"A\0": "1"}, "is not the name of an environment variable"),
-        ({"A": "secret\0"}, "the value of A has a null character"),
+        ({"A": "secret\0"}, "the value of A contains a null character"),
     ],
 )
 def test_a_variable_that_no_process_can_have_is_refused(variables: dict[str, str], match: str) -> None:
@@ -98,7 +98,7 @@ def test_an_environment_has_packages_variables_and_files(tmp_path: Path) -> None
 @each_case(
     ("options", "text"),
     [
-        ({"pip": "numpy"}, "'numpy' is not a list of requirements, and not a file of them"),
+        ({"pip": "numpy"}, "'numpy' is neither a list of requirements nor a readable file"),
         ({"packages": ["x"], "conda": "base"}, "names another environment"),
         ({"packages": {"requirements": "x"}}, "must be a list of requirements"),
         ({"packages": [3]}, "packages"),

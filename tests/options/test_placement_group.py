@@ -25,8 +25,8 @@ class Model:
         ({"placement_group_bundles": []}, "there is no bundle"),
         ({"placement_group_bundles": [{}]}, "bundle 0 is {}; give an amount above 0"),
         ({"placement_group_bundles": [{"CPU": 1}, {"CPU": 0}]}, "bundle 1 is .*; give an amount above 0"),
-        ({"placement_group_bundles": [{"CPU": -1}]}, "bundle 0 asks for -1.0 of 'CPU'"),
-        ({"placement_group_bundles": [{"CPU": float("inf")}]}, "a finite number from 0"),
+        ({"placement_group_bundles": [{"CPU": -1}]}, "bundle 0 has the amount -1.0 of 'CPU'"),
+        ({"placement_group_bundles": [{"CPU": float("inf")}]}, "a finite number, 0 or more"),
         (
             {"placement_group_bundles": [{"CPU": 1, "num_gpus": 1}]},
             "bundle 0 has 'num_gpus'; in a bundle, the resource is 'GPU'",
@@ -43,13 +43,13 @@ class Model:
                 "num_replicas": 2,
                 "gang_scheduling_config": {"gang_size": 2},
             },
-            "whose gang_placement_strategy says where all bundles of a gang go",
+            "whose gang_placement_strategy places all bundles of a gang",
         ),
         (
             {"placement_group_bundle_label_selector": [{}]},
             "no labels; declare a resource .*, and ask for it in",
         ),
-        ({"placement_group_fallback_strategy": [{}]}, "no labels; list all workers"),
+        ({"placement_group_fallback_strategy": [{}]}, "no labels; list all suitable workers"),
         (
             {"placement_group_bundles": [{"GPU": 1}]},
             r"bundles\[0\] is {'GPU': 1.0}, and the replica, which runs in it, needs 0.1 of 'CPU'",

@@ -96,7 +96,7 @@ def test_an_option_under_both_its_names_is_refused(
         (AutoscalingConfig, "num_replicas", "It belongs in config."),
         (ActorOptions, "runtime_env", "pass env=..."),
         (ActorOptions, "label_selector", "declare a resource on such workers"),
-        (ActorOptions, "fallback_strategy", "list all workers that are good enough in 'workers'"),
+        (ActorOptions, "fallback_strategy", "list all suitable workers in 'workers'"),
         (BackendConfig, "accelerator_type", "It belongs in actor_options."),
         (LoggingConfig, "log_dir", "Did you mean 'logs_dir'?"),
         (BackendConfig, "backpressure_config", "leave it out"),
@@ -146,12 +146,12 @@ class NoRouter:
 @each_case(
     ("model", "options", "text"),
     [
-        (PriorityConfig, {"header": "x priority"}, "'x priority' is no name of a header"),
-        (PriorityConfig, {"weights": {"high": 2}}, "'high', which is no number and not in classes (none)"),
+        (PriorityConfig, {"header": "x priority"}, "'x priority' is not a valid name of a header"),
+        (PriorityConfig, {"weights": {"high": 2}}, "'high', which is neither a number nor in classes (none)"),
         (
             PriorityConfig,
             {"classes": {"low": -1, "high": 1}, "weights": {"hi": 2}},
-            "'hi', which is no number and not in classes (high, low)",
+            "'hi', which is neither a number nor in classes (high, low)",
         ),
         (PriorityConfig, {"weights": {"101": 1}}, "weights has 101; priorities are from -100 to 100"),
         (PriorityConfig, {"weights": {"-101": 1}}, "weights has -101; priorities are from -100 to 100"),
@@ -172,7 +172,7 @@ class NoRouter:
         (
             RequestRouterConfig,
             {"request_router_class": "RoundRobin", "request_router_kwargs": {"a": {1}}},
-            "its values must be ones that JSON has: Object of type set",
+            "its values must be JSON values: Object of type set",
         ),
         (
             RequestRouterConfig,

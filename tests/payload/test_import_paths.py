@@ -94,7 +94,9 @@ def test_other_files_than_those_of_a_revision_are_refused(project: Path) -> None
     """A rollback must not serve new code under an old name."""
     path = deployed()
     write(project, "here")
-    with pytest.raises(CodeLoadError, match=r"the file of module items on .* is not that of the revision"):
+    with pytest.raises(
+        CodeLoadError, match=r"the file of module items on .* differs from that of the revision"
+    ):
         import_definition(path, is_exact=True)
     write(project, "old")
     forget()

@@ -233,7 +233,7 @@ class FuzzedServer:
             begun.append(f"{ongoing} ongoing requests")
         server_state = self._server.state
         begun += [*server_state.tasks, *server_state.connections, *server_state.sockets]
-        begun += [f"{len(server_state.watch)} watched"] if len(server_state.watch) else []
+        begun += [f"{len(server_state.idle_watch)} watched"] if len(server_state.idle_watch) else []
         return begun
 
     def _holdings(self) -> int:

@@ -12,7 +12,7 @@ class ScriptedExchange:
     def __init__(self, **state: Any) -> None:
         self.body: Any = SimpleNamespace(received_bytes=10, is_full=False)
         self.unread: Any = None
-        self.wants_body = self.is_begun = self.is_whole = self.is_over = False
+        self.wants_body = self.response_started = self.response_complete = self.is_over = False
         #: The statuses of its refusals.
         self.refused: list[int] = []
         #: Whether each probe was a late one.
@@ -20,7 +20,7 @@ class ScriptedExchange:
         vars(self).update(state)
 
     def finish_response(self) -> None:
-        self.is_whole = True
+        self.response_complete = True
 
     def refuse(self, status: int, text: str, headers: Any = ()) -> None:
         self.refused.append(status)

@@ -157,7 +157,9 @@ def test_exporters_are_those_that_the_variables_or_the_function_name(monkeypatch
     monkeypatch.delenv("OTEL_TRACES_EXPORTER")
     assert len(opened().batches) == 1, "by default OTLP"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier/pigeon")
-    with pytest.raises(ImportError, match="There is no exporter of traces 'carrier/pigeon' on this worker"):
+    with pytest.raises(
+        ImportError, match="The trace exporter 'carrier/pigeon' is not installed on this worker"
+    ):
         opened()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     assert len(opened().batches) == 1, "that of traces wins"

@@ -210,7 +210,7 @@ def _fetch(address: str) -> str:
     try:
         found = _targets(address)
     except (ServeError, OSError, ValueError, http.client.HTTPException) as error:
-        # A server that answers something else runs, but is not what was asked for.
+        # A server that answers something else runs, but is not a Dask dashboard.
         is_wrong = isinstance(error, (ValueError, http.client.HTTPException, urllib.error.HTTPError))
         code = ExitCode.FAILED if is_wrong else ExitCode.NOT_RUNNING
         raise CommandError(f"{address} did not return a list of targets: {error}", code) from error

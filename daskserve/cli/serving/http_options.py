@@ -71,7 +71,7 @@ http_options = options(
     click.option(
         "--proxy-headers/--no-proxy-headers",
         default=None,
-        help="uvicorn's way to --trusted-forwarders: trust those of --forwarded-allow-ips, or none.",
+        help="uvicorn's form of --trusted-forwarders: trust the addresses of --forwarded-allow-ips, or none.",
     ),
     click.option(
         "--proxy-location",

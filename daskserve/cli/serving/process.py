@@ -29,8 +29,10 @@ _QUOTED = re.compile(r"(?P<quote>['\"])(?P<text>.*)(?P=quote)\s*(?:#.*)?")
 env_file_option = click.option(
     "--env-file",
     type=click.Path(exists=True, dir_okay=False),
-    help="File with a variable NAME=VALUE in each line, for the application. Variables that are set "
-    "already win.",
+    help=(
+        "File with a variable NAME=VALUE in each line, for the application. Existing variables take "
+        "precedence."
+    ),
 )
 log_level_option = click.option(
     "--log-level",
@@ -42,7 +44,7 @@ log_options = options(
     click.option(
         "--access-log/--no-access-log",
         default=None,
-        help="Whether each request is one line on standard output.",
+        help="Whether each request is logged as one line on standard output.",
     ),
     click.option(
         "--log-encoding",

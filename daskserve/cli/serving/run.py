@@ -106,8 +106,10 @@ reload_options = options(
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Number of replicas of the ingress, each in a process of its own. Without --address, these are the "
-    "workers of the cluster, each with a proxy; they share the port.",
+    help=(
+        "Number of replicas of the ingress, each in a separate process. Without --address, these are the "
+        "workers of the cluster, each with a proxy; they share the port."
+    ),
 )
 @environment_options
 @env_file_option
@@ -130,7 +132,7 @@ reload_options = options(
 @click.option(
     "--restore",
     is_flag=True,
-    help="Replace it until Ctrl-C, and then give the old version back.",
+    help="Replace it until Ctrl-C, and then restore the old version.",
 )
 @click.option(
     "--timeout-s",
@@ -242,9 +244,9 @@ def own_cluster(workers: int | None, http: Mapping[str, Any]) -> Iterator[Mappin
 def check_uses(*, blocking: bool, restore: bool, reload: bool, watched: Mapping[str, Any]) -> None:
     """Raise `click.UsageError` if an option is given without another option that it requires."""
     if restore and not blocking:
-        raise click.UsageError("--restore gives the old version back when the command ends; add --blocking.")
+        raise click.UsageError("--restore restores the old version when the command ends; add --blocking.")
     if reload and not blocking:
-        raise click.UsageError("--reload watches files for as long as the command runs; add --blocking.")
+        raise click.UsageError("--reload watches files while the command runs; add --blocking.")
     alone = [name for name in ("reload_dirs", "reload_includes", "reload_excludes") if watched[name]]
     if alone and not reload:
         option = f"--{alone[0].removesuffix('s').replace('_', '-')}"

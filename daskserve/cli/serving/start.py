@@ -23,16 +23,20 @@ from daskserve.errors import UnavailableError
     "--store",
     default="memory://",
     show_default=True,
-    help="URL of the store for the instance's records: memory://, sqlite:///path or any fsspec URL. Paths "
-    "are on the scheduler's host. An instance that finds records there restores what they describe.",
+    help=(
+        "URL of the store for the instance's records: memory://, sqlite:///path or any fsspec URL. Paths "
+        "are on the scheduler's host. An instance that finds records there restores them."
+    ),
 )
 @click.option(
     "--name",
     default=DEFAULT_INSTANCE,
     show_default=True,
     callback=checked_name,
-    help="Name of the instance. Other commands find one of another name by --instance; it needs a --port of "
-    "its own.",
+    help=(
+        "Name of the instance. Other commands select it with --instance. A second instance needs its own "
+        "--port."
+    ),
 )
 @log_level_option
 @log_options

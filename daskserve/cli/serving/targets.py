@@ -38,7 +38,7 @@ environment_options = options(
     ),
     click.option(
         "--working-dir",
-        help="Folder or zip file that is sent along to replicas, each in a process of its own.",
+        help="Folder or zip file that is sent to the replicas, each of which runs in a separate process.",
     ),
 )
 
@@ -59,9 +59,9 @@ def check_file_options(name: str, arguments: tuple[str, ...]) -> None:
     for each in context.command.params:
         is_given = context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
         for option in _IN_THE_FILE.intersection(each.opts) if is_given else ():
-            raise click.UsageError(f"{option} belongs to an import path; the file {name!r} has its own.")
+            raise click.UsageError(f"{option} is for import paths only; set it in the file {name!r} instead.")
     if arguments:
-        raise click.UsageError(f"The file {name!r} has its own args; leave {' '.join(arguments)} out.")
+        raise click.UsageError(f"The file {name!r} sets its own args; leave out {' '.join(arguments)}.")
 
 
 def read_file(name: str) -> ReadFile:
@@ -106,7 +106,8 @@ def served_path(
         return Served(Source((target,), timeout_s, is_factory=is_factory))
     if is_factory:
         raise click.UsageError(
-            "--factory takes no environment; let the function be the app of a serve.deployment(env=...)."
+            "--factory cannot be combined with an environment; use the function as the app of "
+            "serve.deployment(env=...)."
         )
     config = ApplicationConfig(
         name=target.name,

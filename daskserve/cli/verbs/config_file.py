@@ -40,7 +40,10 @@ def schema(as_json: bool) -> None:
 @click.option(
     "--running",
     is_flag=True,
-    help="Write what runs on a cluster. The arguments are then names of applications; without any, all.",
+    help=(
+        "Write the running applications of a cluster. The arguments are then names of applications; "
+        "without any, all."
+    ),
 )
 @instance_options
 @json_option

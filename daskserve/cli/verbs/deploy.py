@@ -98,8 +98,10 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--merge",
             is_flag=True,
-            help="Leave all that the file does not name as it is. Default: what an earlier file has brought "
-            "and this one does not name is deleted.",
+            help=(
+                "Keep everything that the file does not name. Default: applications of an earlier file "
+                "that this file does not name are deleted."
+            ),
         ),
     )
     return add(gathered)

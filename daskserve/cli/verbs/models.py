@@ -40,7 +40,7 @@ def tag_of(deployment: str) -> str:
 def list_(at: InstanceAddress, deployment: str, as_json: bool) -> None:
     """List the models of DEPLOYMENT: loaded, failed, and those that are only in its folder.
 
-    Exits with 1 if a version has failed to load, or was taken back.
+    Exits with 1 if a version has failed to load, or was rolled back.
     """
     with reading(at) as client:
         found = client.list_models(tag_of(deployment))

@@ -82,7 +82,7 @@ def delete(
 @click.option(
     "--timeout-s",
     type=FiniteRange(0, min_open=True),
-    help="Time in seconds after which the rollback, if it is not complete, is taken back.",
+    help="Time in seconds after which the rollback, if it is not complete, is undone.",
 )
 @json_option
 def rollback(

@@ -13,7 +13,7 @@ from daskserve.cli.output import ExitCode, coloured, json_option, options, print
 from daskserve.client.client import Client
 from daskserve.common.formatting import counted, shown
 
-#: The states in which the new version was taken back.
+#: The states in which the new version was rolled back.
 TAKEN_BACK = ("ROLLED_BACK", "ABORTED")
 
 
@@ -39,7 +39,7 @@ _target = options(
 def status(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
     """Show the progress of a rollout, with the metrics of its gates, or how the last one ended.
 
-    Exits with 1 if the new version was taken back.
+    Exits with 1 if the new version was rolled back.
     """
     with reading(at) as client:
         found = client.rollout_status(**_named(target, model))

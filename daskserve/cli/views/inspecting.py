@@ -58,13 +58,15 @@ def profile(
     """
     if stack:
         if output is not None or memory or kind is not None:
-            raise click.UsageError("--stack has no --output, --format or --memory.")
+            raise click.UsageError(
+                "--stack cannot be combined with --output, --format or --memory; leave them out."
+            )
         _show_stacks(at, replica, is_full=False, as_json=as_json)
         return
     ending = "" if output is None else output.suffix.removeprefix(".")
     kind = kind or ("json" if as_json else ending if ending in _FORMATS else "text")
     if memory and kind in ("svg", "collapsed"):
-        raise click.UsageError(f"There are no stacks with --memory, so no --format {kind}.")
+        raise click.UsageError(f"A memory profile has no stacks; leave out --memory or --format {kind}.")
     with reading(at) as client:
         found = client.profile(replica, seconds, memory=memory)
     text = _FORMATS[kind](found)

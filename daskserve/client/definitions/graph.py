@@ -141,7 +141,7 @@ class ApplicationGraph:
                 names = [each.application.deployment.name for each in [*path[path.index(node) :], node]]
                 raise BadRequestError(
                     f"Application {self.name!r} has a cycle: {' needs '.join(map(repr, names))}. Let one of "
-                    "them get the other's handle when it needs it, with serve.get_deployment_handle()."
+                    "them get the other's handle at run time, with serve.get_deployment_handle()."
                 )
             return node
         node = self._nodes[application] = _Node(application)
@@ -295,7 +295,7 @@ def applications_in(application: Application) -> list[Application]:
 
 @dataclass(slots=True)
 class Substitution:
-    """Decides what pickle writes for the applications and handles among the arguments of a deployment."""
+    """Decides how the applications and handles among the arguments of a deployment are pickled."""
 
     _name: str
     _tags: Mapping[Application, BackendTag]

@@ -54,8 +54,8 @@ class Overrides:
             return self._applied(self._options.get(name, {}), deployment)
         except (TypeError, ValueError) as error:
             why = text_of(error) if isinstance(error, ValidationError) else str(error)
-            what = f"Deployment {name!r} of application {self._application!r}"
-            raise BadRequestError(f"{what} cannot have its configuration: {why}") from error
+            what = f"deployment {name!r} of application {self._application!r}"
+            raise BadRequestError(f"The configuration of {what} is invalid: {why}") from error
 
     def _applied(self, given: Mapping[str, Any], deployment: Deployment) -> Deployment:
         options = dict(given)

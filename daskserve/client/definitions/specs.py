@@ -213,10 +213,10 @@ def make_spec(
         Modules with their digests. Code that names one of them depends on their versions, and replicas
         import them again that have imported others.
     substitution
-        Returns a function that returns what to pickle in place of an object, and that raises
-        `MisplacedObject` for an object that must not be there.
+        Returns a function that returns the replacement to pickle for an object, and raises `MisplacedObject`
+        for an object that must not be there.
     kind
-        What errors call the backend, see `daskserve.common.types.described`.
+        The word for the backend in errors, see `daskserve.common.types.described`.
 
     Raises
     ------

@@ -46,7 +46,7 @@ async def _run(
     Uses the default instance on this process's Dask cluster, or on the cluster at Dask's
     ``scheduler-address`` (``DASK_SCHEDULER_ADDRESS``). If there is no instance, starts one. Without a Dask
     cluster, it also starts a local cluster of processes. All deployments of the application are one change:
-    they are up before those that call them, and if one does not start, none changes. Running the same
+    deployments start before their callers, and if one does not start, all are rolled back. Running the same
     application again changes nothing. A changed application replaces the old one of its name: new replicas
     start before old ones stop, and deployments that are no longer part of it end.
 

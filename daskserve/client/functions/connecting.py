@@ -70,8 +70,8 @@ async def dial_connection(form: Form[Any], address: str) -> DaskConnection:
         return await dial(found, timeout_s, asynchronous=asynchronous)
     except ClusterUnreachableError as error:
         raise ClusterUnreachableError(
-            f"The server at {address!r} says that its scheduler is at {found!r}, which this machine does not "
-            f"reach: {error}"
+            f"The server at {address!r} names the scheduler {found!r}, which this machine cannot reach: "
+            f"{error}"
         ) from error
 
 

@@ -48,7 +48,7 @@ async def _deploy(
     Parameters
     ----------
     *init_args, **init_kwargs
-        Arguments for the constructor. Without any, it gets those of the options of the same names.
+        Arguments for the constructor. By default, the options ``init_args`` and ``init_kwargs`` are used.
 
     Returns
     -------

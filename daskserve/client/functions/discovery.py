@@ -188,8 +188,8 @@ def named_instance(running: Mapping[InstanceName, Any], name: InstanceName | Non
     found = common_instance(running)
     if found is None and len(running) > 1:
         raise BadRequestError(
-            f"{len(running)} programs have instances of their own on this cluster: {', '.join(running)}. "
-            "Name one with name=..."
+            f"{len(running)} programs have separate instances on this cluster: {', '.join(running)}. Choose "
+            "one with name=..."
         )
     return found or next(iter(running), None)
 
@@ -252,8 +252,8 @@ async def default_verbs(form: Form[Any]) -> ClientVerbs:
     of_others = await find_default(form, choose=partial(named_instance, name=None))
     if of_others is not None:
         raise NotRunningError(
-            f"The instance {of_others.instance!r} on this cluster belongs to another program; the client of "
-            "serve.connect() has the same methods."
+            f"The instance {of_others.instance!r} on this cluster belongs to another program; to use it, "
+            "call the methods of the client that serve.connect() returns."
         )
     raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
 

@@ -93,8 +93,7 @@ async def _start(
         Address of a Dask scheduler to connect to, or of its HTTP server (``http://host:8787``).
     store : str
         URL of the store for the instance's records: ``memory://``, ``sqlite:///path`` or any fsspec URL.
-        Paths are on the scheduler's host. An instance that finds records under its name restores what they
-        describe.
+        Paths are on the scheduler's host. An instance that finds records under its name restores them.
     name : str, optional
         The instance's name. Default: a random name, or, if detached, the well-known name that `connect` looks
         up. Set it to find the records in a durable store again, or to have several detached instances, which

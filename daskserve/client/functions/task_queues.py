@@ -58,8 +58,9 @@ async def _find_instance(form: Form[Client]) -> InstanceConnection:
     found = await find_default(form, joins=True, choose=partial(named_instance, name=None))
     if found is None:
         raise NotRunningError(
-            "The queue is kept by an instance, and none runs here. Connect with serve.connect(), or give the "
-            "queue a place of its own with adapter_config=serve.tasks.RedisAdapterConfig(...)."
+            "The queue is stored in an instance, but this process is not connected to one. Connect with "
+            "serve.connect(), or store the queue elsewhere with "
+            "adapter_config=serve.tasks.RedisAdapterConfig(...)."
         )
     return found
 

@@ -96,7 +96,7 @@ class Builder:
         """Do nothing: code that is being imported cannot be interrupted."""
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        raise BadRequestError("What builds applications takes no requests.")
+        raise BadRequestError("An application builder does not accept requests.")
 
     def samples(self) -> list[MetricSample]:
         """Return no metrics."""

@@ -110,8 +110,8 @@ def _import_lock() -> Iterator[None]:
     """Hold the lock of imports; raise `UnavailableError` if another import has it for long."""
     if not ImportPath.lock.acquire(timeout=LOCK_S):
         raise UnavailableError(
-            f"Another import in this process has not ended for {shown(LOCK_S)} s. A module must not wait or "
-            "serve when it is imported; restart the worker if it hangs."
+            f"Another import in this process has run for {shown(LOCK_S)} s. A module must not block or "
+            "start to serve while it is imported; if it hangs, restart the worker."
         )
     try:
         yield

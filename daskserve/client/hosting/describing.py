@@ -39,8 +39,8 @@ def described_paths(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[st
         names = dict.fromkeys(path.replace(":", ".").partition(".")[0] for path in paths)
     if len(names) < len(paths):
         raise BadRequestError(
-            f"Two of {', '.join(paths)} would have the same name; build each one apart, and name them in the "
-            "files."
+            f"Two of {', '.join(paths)} would have the same name; build each one separately, and set the "
+            "names in the files."
         )
     for path, name in zip(paths, names, strict=True):
         config, notes = described(path, name, f"/{name}")

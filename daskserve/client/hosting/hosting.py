@@ -172,7 +172,7 @@ class _Hosting:
         if found:
             raise BadRequestError(
                 f"An instance runs on this cluster already, with other HTTP options: {found}. Leave them "
-                "out, or end the instance first, with all its applications, by daskserve shutdown."
+                "out, or first end the instance and all its applications with daskserve shutdown."
             )
         if not self._stay.is_blocking:
             return
@@ -230,7 +230,7 @@ class _Hosting:
             await self._verbs._deploy_built(built, expected=self._expected)
         except KeyboardInterrupt:
             names = ", ".join(map(repr, self._source.names))
-            self._report(f"The change of application {names} was interrupted and is taken back.")
+            self._report(f"The change of application {names} was interrupted and is undone.")
             raise
 
     async def _serve_or_report(self) -> None:

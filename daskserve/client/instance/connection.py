@@ -216,7 +216,7 @@ class Verbs:
                 try:
                     await self._run(withdraw())
                 except (ServeError, OSError) as error:
-                    logger.warning("An interrupted change was not taken back, and continues: %s", error)
+                    logger.warning("An interrupted change could not be undone, and continues: %s", error)
             raise
 
     async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:

@@ -87,7 +87,7 @@ class ApplicationVerbs(HandleVerbs):
         Parameters
         ----------
         expected
-            The ids of the calls that have deployed what may be replaced, by application; see
+            The ids of the calls whose deployments may be replaced, by application; see
             `daskserve.control.verbs.applications.deploy`.
         """
         for each in applications:

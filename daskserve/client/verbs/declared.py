@@ -37,9 +37,9 @@ class DeclaringVerbs(Verbs):
         Parameters
         ----------
         config : InstanceConfig
-            What `daskserve.config_file.reading.read` returns of a file.
+            The result of `daskserve.config_file.reading.read` for a file.
         merge : bool
-            Leave all that the configuration does not name as it is.
+            Keep everything that the configuration does not name.
         expected_version : int, optional
             The number of the configuration that this one is based on; see `get_config`.
         source, version : str
@@ -93,11 +93,11 @@ class DeclaringVerbs(Verbs):
         Parameters
         ----------
         version : int
-            What `deploy_config` returned.
+            The result of `deploy_config`.
         names : sequence of str, optional
             Default: all applications that it has declared.
         on_wait : function, optional
-            It is called every ten seconds with what each application in progress waits for, by name.
+            It is called every ten seconds with the reason why each unfinished application waits, by name.
 
         Raises
         ------

@@ -142,7 +142,7 @@ class HistoryVerbs(Verbs):
         Parameters
         ----------
         application, deployment, replica : str, optional
-            Only those of one application, deployment or replica: its tag, or the part after ``#``.
+            Only records of this application, deployment or replica: its tag, or the part after ``#``.
         since_s : float, optional
             Only those of the last seconds.
         level : str, optional
@@ -150,11 +150,12 @@ class HistoryVerbs(Verbs):
         grep : str, optional
             A text that the message or the traceback contains.
         limit : int
-            How many at most, up to 10,000.
+            Maximum number of records, up to 10,000.
         after : str, optional
-            ``next`` of an earlier answer: what came later, the oldest first if it is more than ``limit``.
+            ``next`` of an earlier answer, to get later records; the oldest first if there are more than
+            ``limit``.
         wait_s : float
-            How long to wait, at most 30 s, if there are none.
+            How long to wait, at most 30 s, if there are no records.
         """
         return Logs.of(
             await self._call(

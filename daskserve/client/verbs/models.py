@@ -83,7 +83,7 @@ class ModelVerbs(Verbs):
             if found["state"] in ("READY", "ROLLING_OUT"):
                 return chosen
             if found["state"] == "TAKEN_BACK":
-                raise DeployError(f"{what} was taken back: {found['reason']}")
+                raise DeployError(f"{what} was rolled back: {found['reason']}")
             if found["state"] == "FAILED":
                 raise DeployError(f"{what} could not be loaded: {found['reason']}")
             if not found["state"]:

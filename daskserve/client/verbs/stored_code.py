@@ -39,8 +39,7 @@ class StoredCode:
         BadRequestError
             It cannot be unpickled here.
         NotFoundError
-            It is large, so it stayed with the instance, which does not have it any more; or the store has
-            lost it.
+            The code is large, so only the instance had it, and no longer has it; or the store has lost it.
         """
         if not self.code:
             raise NotFoundError(
@@ -66,9 +65,9 @@ class StoredCode:
         cluster_connection = self.connection.cluster_connection
         if not asynchronous and cluster_connection.runs_here():
             raise BlockingCallError(
-                f"The code of deployment '{self.deployment}' is large and not here yet, and waiting for it "
-                "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, "
-                "or do this in another thread (asyncio.to_thread)."
+                f"The code of deployment '{self.deployment}' is large and not yet fetched, and fetching it "
+                "here would block the event loop; use `await deployment.deploy_async(...)`, or do this in "
+                "another thread (asyncio.to_thread)."
             )
         fetching = cluster_connection.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
         try:

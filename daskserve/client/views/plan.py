@@ -26,9 +26,9 @@ class Plan(FromPlain):
         ``message``, and by deployment its ``action`` (new, restarts, reconfigured, scaled, at once,
         unchanged, goes) and its ``changes``: dicts with ``option``, ``effect``, ``old`` and ``new``.
     options : list
-        What changes of the instance: dicts with ``option``, ``old`` and ``new``.
+        Changed options of the instance: dicts with ``option``, ``old`` and ``new``.
     warnings : list of str
-        What the file's author should know.
+        Hints for the file's author.
     """
 
     version: int

@@ -150,7 +150,7 @@ class ProcessView:
             )
         except ActorLostError as error:
             raise UnavailableError(
-                f"A result that a call was to get directly from worker {worker} is lost with it: {error}"
+                f"The result of a call was stored on worker {worker}, which is lost: {error}"
             ) from error
         assert isinstance(found, Payload)
         return found

@@ -30,7 +30,8 @@ def calls_of(
 ) -> Callable[[ActorAddress], Coroutine[Any, Any, Any]]:
     """Return a function that calls a verb of the controller at an address, for `call_controller`.
 
-    An attempt whose answer was lost may have deleted what the next one does not find, which is then no error.
+    If the answer of an attempt was lost, it may already have deleted the object, so "not found" is not an
+    error then.
     """
     has_tried = False
 

@@ -120,7 +120,7 @@ class Entry:
         return {"is_healthy": True, "detail": "", **facts}
 
     def work(self, now: float) -> tuple[str, float] | None:
-        """Return what a starting or stopping actor does, and for how many seconds; None in other states."""
+        """Return the current step of a starting or stopping actor, and its seconds; None in other states."""
         if self.stops_since is not None:
             return "draining", now - self.stops_since
         if self.starting.done():
@@ -224,7 +224,7 @@ class ActorRegistry:
         if self._is_ending:
             # Without a scheduler, a controller does not know that the worker is ending, and would start new
             # actors here.
-            raise UnavailableError(f"Worker {self.worker} ends and starts no actors any more.")
+            raise UnavailableError(f"Worker {self.worker} is shutting down and starts no more actors.")
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
         entry = self.entries.get(wanted.name)
         while entry is not None and entry.spec.incarnation < wanted.incarnation:

@@ -41,8 +41,8 @@ class KeptResults:
         payload = self._payloads.get(token)
         if payload is None:
             raise UnavailableError(
-                f"A result that was to be fetched from worker {self.worker} is not there any more: the "
-                "process that made the call has ended, or dropped its response."
+                f"Worker {self.worker} no longer has a result to fetch: the process that made the call has "
+                "ended, or dropped its response."
             )
         return payload
 

@@ -124,7 +124,7 @@ class Offer:
 class OpenedStream:
     """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
-    The channel passes what arrives to `put`: messages, then a load, an offer or an error.
+    The channel passes incoming messages to `put`, then a load, an offer or an error.
     """
 
     __slots__ = (

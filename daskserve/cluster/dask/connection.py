@@ -362,7 +362,7 @@ class DaskConnection:
             await self._close_client(asynchronous=asynchronous)
 
     def follow_client(self) -> None:
-        """End what this connection owns when the Dask client closes; its loop may keep running for others."""
+        """End this connection when the Dask client closes; the client's loop may keep running."""
         call_before_close(self.client, self.started.end_owned)
         call_when_closed(self.client, self._release)
 

@@ -39,7 +39,7 @@ def quiet_config() -> dict[str, Any]:
 
 
 def without_nanny_defaults(variables: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables without those that ``config`` leaves out and that have Dask's default.
+    """Return the environment variables without Dask's defaults that ``config`` leaves out.
 
     Dask's nannies set their default variables in the program that starts them, and its later child processes
     would inherit them. A variable with another value comes from the user, and stays.

@@ -58,8 +58,7 @@ def environment(config: Mapping[str, Any]) -> dict[str, str]:
     This passes certificates and all other settings of these sections to the cluster. Other sections may hold
     objects such as thread pools, which must stay in this process.
 
-    The variables do not include those that ``config``, of the same process, leaves out and that a nanny in
-    this process has set.
+    Variables that a nanny in this process has set are left out if ``config`` leaves them out.
     """
     sections = {name: dask.config.get(name, default={}) for name in ("distributed", "daskserve")}
     variables = without_nanny_defaults(process_variables(), config)

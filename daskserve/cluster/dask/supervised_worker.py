@@ -1,13 +1,12 @@
-"""The workers of a local cluster that ends with its program, and their replacement when they die.
+"""The workers of a local cluster that ends with its program, and the nannies that replace them when they die.
 
-Problem: such a worker is a plain subprocess of the program, which needs no ``__main__`` guard; Dask's nannies
-start theirs through multiprocessing, which needs one, and each nanny is an additional process. Without a
-nanny, a worker that dies is not replaced. Choice: a nanny in the program's own process, on the event loop of
-the cluster's scheduler, whose worker is a plain subprocess. Everything that Dask and daskserve do with
-nannies then works: ``client.restart()``, retirement, nanny plugins, the restart of a worker that does not
-answer.
+Problem: Dask's nannies start their workers through multiprocessing, which needs a ``__main__`` guard, and
+each nanny is an additional process. Without a nanny, a worker that dies is not replaced. Choice: the nannies
+run in the program's own process, on the event loop of the cluster's scheduler, and their workers are plain
+subprocesses. All features of nannies then work: ``client.restart()``, retirement, nanny plugins, and the
+restart of a worker that does not answer.
 
-A worker that dies again and again comes back at longer and longer intervals; see `RestartPace`.
+A worker that dies again and again is restarted at increasing intervals; see `RestartPace`.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class _Subprocess:
 
 
 class SubprocessNanny(Nanny):
-    """A nanny in this process whose worker is a plain subprocess; one of a `distributed.SpecCluster`.
+    """A nanny in this process, whose worker is a plain subprocess; for `distributed.SpecCluster`.
 
     Parameters
     ----------
@@ -178,7 +177,7 @@ class SubprocessNanny(Nanny):
         self._options = worker_options
         self._config = config or {}
         with dask.config.set(self._config):  # which may have variables for the worker
-            # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
+            # No memory limit: a worker at its limit pauses, and keeps its loaded code.
             super().__init__(
                 scheduler,
                 name=str(name),
@@ -209,7 +208,7 @@ class SubprocessNanny(Nanny):
 
     @property
     def _keeps(self) -> bool:
-        """Whether a worker that has ended is replaced: not while this nanny starts or closes."""
+        """Whether a worker that has ended is replaced, which it is not while this nanny starts or closes."""
         return self.status is Status.running
 
     def _note_exit(self, status: int, lived_s: float) -> None:

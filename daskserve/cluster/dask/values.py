@@ -91,7 +91,9 @@ class DaskValues:
         self._futures: list[Future[Any]] = [made.get(number, value) for number, value in enumerate(values)]
         for future in self._futures:
             if future.client is None:
-                raise BadRequestError(f"{future!r} belongs to no client; pass it where it was made.")
+                raise BadRequestError(
+                    f"{future!r} belongs to no client; pass it in the process that created it."
+                )
         self._scheduler = scheduler
         self._client = client
         self.keys = pickle.dumps([future.key for future in self._futures])

@@ -27,7 +27,7 @@ async def call_in_worker(
     ActorLostError
         The worker has left the cluster.
     Exception
-        What the function raises there.
+        The error that the function raises there.
     """
     answers = await connection.client.run(_call_in_thread, function, arguments, workers=[worker])
     if worker not in answers:

@@ -269,7 +269,7 @@ class Cluster(Protocol):
         """
 
     async def report(self, epoch: int, report: UsageReport) -> bool:
-        """Report what the instance uses to the scheduler, which ignores reports of older controllers.
+        """Report the resources of the instance to the scheduler, which ignores reports of older controllers.
 
         Returns whether the cluster is adaptive: it adds workers for waiting replicas and removes empty ones.
         """

@@ -71,7 +71,7 @@ class StartedInstances:
         return cluster
 
     async def is_alone(self, instance: InstanceName) -> bool:
-        """Return whether no other program has deployed on an instance of this program, or it has ended.
+        """Return whether an instance of this program has ended, or no other program has deployed on it.
 
         A cluster that was started for this process ends with it, even if other programs use it.
         """

@@ -1,4 +1,4 @@
-"""What a controller reports to the scheduler about the workers that its instance uses."""
+"""The report of a controller to the scheduler about the workers that its instance uses."""
 
 from __future__ import annotations
 

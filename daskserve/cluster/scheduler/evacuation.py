@@ -88,7 +88,7 @@ class Evacuations:
         await self._begin(leaving)
         if not await self._are_free(leaving, lambda: EVACUATION_S + self._capacity.grace_s):
             logger.warning(
-                "Workers %s are retired with actors of daskserve, which were not replaced within %s s",
+                "Workers %s retire with daskserve actors that were not replaced within %s s",
                 leaving,
                 shown(EVACUATION_S + self._capacity.grace_s),
             )
@@ -135,9 +135,7 @@ class Evacuations:
         if not await self._are_free({worker}, limit_s, stays=lambda: not self._has_others()):
             # No warning if all workers end together, as they do when the cluster closes.
             level = logging.WARNING if self._has_others() else logging.INFO
-            logger.log(
-                level, "Worker %s got SIGTERM and ends before all its actors have another place", worker
-            )
+            logger.log(level, "Worker %s got SIGTERM and ends before all its actors were moved", worker)
             return RetirementStatus.STAYED
         await self._hosts.release(worker)
         # The worker's process decides when it ends, and its nanny whether a new one starts.

@@ -112,7 +112,7 @@ class HostRegistry:
         return sum(entry.is_open for entry in list(self._entries.values()))
 
     def facts_of(self, worker: WorkerAddress) -> Mapping[str, Any]:
-        """Return what a worker's Host reported about its process; empty if there is no Host."""
+        """Return the facts that a worker's Host reported about its process; empty if there is no Host."""
         entry = self._entries.get(worker)
         return {} if entry is None else entry.facts
 

@@ -3,8 +3,8 @@
 Problem: a second cluster that starts on the store must not harm the instance that runs, unless it has started
 to serve in its place: its ports may be in use, its replicas may not start, it may be killed at any moment.
 Choice: it starts as a *trial*. It reads the records and keeps its changes in memory. Once it serves, it
-claims the next epoch, so that the other instance can no longer write. It then reads what the other instance
-has changed since, and writes its own changes in one transaction. If it ends before that, for any reason, the
+claims the next epoch, so that the other instance can no longer write. It then reads the later changes of the
+other instance, and writes its own changes in one transaction. If it ends before that, for any reason, the
 store is unchanged.
 
 An instance whose records were taken over continues with the records in memory: it replaces lost actors, and
@@ -60,7 +60,7 @@ def _refused(ownership: StoreOwnership) -> ServeError:
     if ownership in (StoreOwnership.TAKEN, StoreOwnership.REFUSED):
         return StoreTakenError(REFUSAL)
     return UnavailableError(
-        "The instance is still starting or has ended: the store is not its own; try again."
+        "The instance is still starting or has ended, so it does not own the store; try again."
     )
 
 
@@ -196,7 +196,7 @@ class OwnedStore:
             try:
                 await self.check()
             except (OSError, ServeError) as error:
-                logger.info("Store %r could not be looked at: %s", self.shared, error)
+                logger.info("Store %r could not be checked: %s", self.shared, error)
 
     async def check(self) -> None:
         """Check the store once: answer queries of other clusters, query the owner, or notice a new owner."""

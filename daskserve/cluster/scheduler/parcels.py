@@ -134,7 +134,7 @@ class InstanceParcels:
         for code, digest in parcels.items():
             if digest not in self._memory:
                 raise BadRequestError(
-                    f"The constructor arguments of {code} are not at the scheduler any more; deploy again."
+                    f"The scheduler no longer has the constructor arguments of {code}; deploy again."
                 )
             rows |= self._pieces(code, digest)
         return rows
@@ -153,7 +153,7 @@ class InstanceParcels:
         return {f"{_ROW}{code}/{number}": content[at : at + PIECE_BYTES] for number, at in enumerate(pieces)}
 
     def committed(self, records: Mapping[str, bytes | None], parcels: Mapping[str, str]) -> None:
-        """Note that a transaction is in the store."""
+        """Record that a transaction is in the store."""
         for key, value in records.items():
             if key.startswith(_CODE) and value is None:
                 self._rows.pop(key.removeprefix(_CODE), None)

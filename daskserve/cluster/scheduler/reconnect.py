@@ -212,7 +212,7 @@ async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, b
         return
     if not is_in_memory(url):
         logger.error(
-            "Store %s has lost what instance %s wrote there while the scheduler was away; %s",
+            "Store %s has lost the records that instance %s wrote while the scheduler was away; %s",
             url,
             entry.name,
             "the records are lost" if records is None else "the last controller's records are written to it",

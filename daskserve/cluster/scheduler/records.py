@@ -79,7 +79,7 @@ def check_epoch(entry: Instance, epoch: int) -> None:
     if not entry.epoch:
         # A controller that outlived another scheduler treats workers that have not rejoined yet as lost.
         raise UnavailableError(
-            f"Instance {entry.name!r} comes back, and has no new controller yet; try again."
+            f"Instance {entry.name!r} is recovering and has no new controller yet; try again."
         )
     if epoch < entry.epoch:
         # The store itself refuses the old epoch only after the new controller's first write.

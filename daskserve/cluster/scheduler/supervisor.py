@@ -247,7 +247,7 @@ class Supervisor(SchedulerPlugin):
         Parameters
         ----------
         back
-            What is known of an instance that has outlived another scheduler.
+            The known state of an instance that has outlived another scheduler.
         """
         instance, start_id, store = start["instance"], start.get("start_id", ""), start["store"]
         if self._is_closed:

@@ -67,8 +67,8 @@ def blocking_store(url: str, instance: InstanceName) -> SqliteStore | FsspecStor
     """
     if is_in_memory(url):
         raise BadRequestError(
-            f"The store {url!r} is the memory of a scheduler, which no other process can read. Start the "
-            "instance with store=, and back that up."
+            f"The store {url!r} is in a scheduler's memory, which no other process can read. Start the "
+            "instance with store=..., and back up that store."
         )
     store = open_store(url, instance)
     assert isinstance(store, ThreadedStore)
@@ -231,7 +231,7 @@ def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -
     except OSError as error:
         raise StoreError(f"The backup {path} cannot be written: {error}.") from error
     finally:
-        with contextlib.suppress(OSError):  # of a disk that cannot be written, which is no news
+        with contextlib.suppress(OSError):  # the failure to write was already reported
             new.unlink()
     return len(data)
 
@@ -259,9 +259,7 @@ def read_backup(path: Path) -> StoreContents:
     except StoreError:
         raise
     except DamagedError as error:
-        raise StoreError(
-            f"The file {path} is no backup that can be used: {error}. Use another one."
-        ) from error
+        raise StoreError(f"The file {path} is not a usable backup: {error}. Use another one.") from error
     except Exception as error:
         # Decoding a file of another kind may raise any error.
-        raise StoreError(f"The file {path} is no backup that can be used: {error!r}.") from error
+        raise StoreError(f"The file {path} is not a usable backup: {error!r}.") from error

@@ -36,7 +36,7 @@ def stale(epoch: int, newest: int) -> StaleEpochError:
 
 def stale_claim(after: int, newest: int) -> StaleEpochError:
     """Return the error for a claim after an epoch that is not the newest."""
-    return StaleEpochError(f"Epoch {after} is not the newest any more; epoch {newest} is.")
+    return StaleEpochError(f"Epoch {after} is no longer the newest; epoch {newest} is.")
 
 
 def check_format(url: str, found: int, reads: int) -> None:

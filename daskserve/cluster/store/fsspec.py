@@ -29,10 +29,10 @@ provides: an object appears complete, and is created only if its name is free. T
   knows and the head of its journal are in the folder. If they are not, changes that must last are refused,
   and all others are kept in memory until `FsspecStore.rewrite` writes everything as one snapshot.
 
-Compaction writes a snapshot when the journal outgrows the records, so its cost stays proportional to what is
-written. A snapshot removes only what the *previous* snapshot covers: if the newest one is damaged, nothing is
-lost. Compaction removes snapshots before changes, and a reader lists them in the same order, so a crash or a
-concurrent reader always finds a complete history.
+Compaction writes a snapshot when the journal outgrows the records, so its cost stays proportional to the
+written data. A snapshot removes only objects that the *previous* snapshot covers: if the newest one is
+damaged, nothing is lost. Compaction removes snapshots before changes, and a reader lists them in the same
+order, so a crash or a concurrent reader always finds a complete history.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class FsspecStore(BlockingStore):
         if reader.missing and not self._repairs:
             raise StoreIncompleteError(
                 f"The store {self.url} cannot be used, because changes of instance {self.instance!r} are "
-                f"missing: {', '.join(reader.missing)}. Is the folder a copy of a part? Copy all of it, or "
-                "restore a backup (daskserve store restore). To go on with what is left: daskserve store "
-                "repair. Nothing was changed."
+                f"missing: {', '.join(reader.missing)}. If the folder is an incomplete copy, copy all of "
+                "it, or restore a backup (daskserve store restore). To continue with the remaining "
+                "records: daskserve store repair. Nothing was changed."
             )
         self.problems.report(reader.problems)
         self._journal = journal
@@ -385,7 +385,7 @@ class FsspecStore(BlockingStore):
     # Compaction
 
     def compact(self, is_forced: bool = False) -> None:
-        """Write a snapshot if the journal is long, and remove what the previous snapshot covers."""
+        """Write a snapshot if the journal is long, and remove objects that the previous one covers."""
         journal = self._journal
         if journal is None or not self._calls.is_open or not (journal.is_long or is_forced):
             return

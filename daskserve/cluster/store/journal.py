@@ -96,7 +96,7 @@ class History:
     last : Position
         The newest change that is part of it.
     builds_on : tuple of Position
-        What its changes after the snapshot name as their predecessors: each was part of it, too.
+        The predecessors that its changes after the snapshot name: each was part of it, too.
     """
 
     records: dict[str, bytes] = field(default_factory=dict)

@@ -17,8 +17,8 @@ class StoreProblems:
     Attributes
     ----------
     found : mapping
-        The reason for each problem, by the name of what could not be read. It is replaced, never changed, so
-        any thread may read it.
+        The reason for each problem, by the name of the unreadable record or object. It is replaced, never
+        changed, so any thread may read it.
     lost : str
         Why the next start would not open the file or folder that the store writes to; empty if it would.
     """
@@ -53,12 +53,12 @@ class StoreProblems:
             if lost:
                 logger.error("Store %s, instance %s is lost: %s", self._url, self._instance, lost)
             else:
-                logger.info("Store %s, instance %s is where it was", self._url, self._instance)
+                logger.info("Store %s, instance %s is available again", self._url, self._instance)
             self.lost = lost
         if lost and must_last:
             raise StoreLostError(
-                f"The store {self._url} is not what the next start would open: {lost}. The change was "
-                "refused. Rewrite the records: client.rewrite_store(), or the command daskserve "
+                f"The next start could not open the records of the store {self._url}: {lost}. The change "
+                "was refused. Rewrite the records with client.rewrite_store(), or the command daskserve "
                 "rewrite-store."
             )
 

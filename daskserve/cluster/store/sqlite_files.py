@@ -81,15 +81,15 @@ def check_not_empty(url: str, path: Path) -> None:
     """Raise `StoreIncompleteError` for a file of 0 bytes, which SQLite would treat as a new database."""
     if size_of(path) == 0:
         raise StoreIncompleteError(
-            f"The store {url} cannot be used: the file {path} is empty, and no store begins like that. If it "
-            "had records, restore a backup; if you want a new store there, remove the file first."
+            f"The store {url} cannot be used: the file {path} is empty, which a store never is. If it had "
+            "records, restore a backup; for a new store, remove the file first."
         )
 
 
 def incomplete(url: str, path: Path, lack: str) -> StoreError:
     """Return the error for a file with missing parts."""
     return StoreIncompleteError(
-        f"The store {url} cannot be used, because records are missing: {lack}. Is {path} a copy that was "
-        f"made without {log_of(path).name}? Copy both, or restore a backup (daskserve store restore). To go "
-        "on with what is left: daskserve store repair. Nothing was changed."
+        f"The store {url} cannot be used, because records are missing: {lack}. If {path} is a copy that was "
+        f"made without {log_of(path).name}, copy both, or restore a backup (daskserve store restore). To "
+        "continue with the remaining records: daskserve store repair. Nothing was changed."
     )

@@ -5,8 +5,9 @@ its log is then an older or empty store, and SQLite does not report this.
 
 Choice: the file itself records whether it is complete. Rows of ``daskserve_meta`` are marks:
 
-* ``promised`` and ``kept``. `mark` raises ``promised``, writes the log back to the file, and then keeps the
-  promise, in the log alone. So in the file, without its log, a promise is open; with it, none is. A copy that
+* ``promised`` and ``kept``. `mark` increases ``promised``, writes the log back to the file, and then
+  increases ``kept`` in the log only. So in a file without its log, ``kept`` is less than ``promised``; with
+  the log, they are equal. A copy that
   SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too. If it is made exactly while the log is
   written back, it is refused even though it is complete.
 * ``sealed``: `seal` has written everything back, so the file is complete, until the next change.
@@ -179,6 +180,6 @@ class WALCheckpointer:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            logger.warning("The log of store %s was not written back: %s", self._url, error)
+            logger.warning("The write-ahead log of store %s was not checkpointed: %s", self._url, error)
             return False
         return True

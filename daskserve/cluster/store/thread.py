@@ -133,7 +133,7 @@ class BlockingStore(Protocol):
     url : str
         The store's URL with its password masked.
     problems : StoreProblems
-        What could not be read.
+        The records that could not be read.
     """
 
     url: str
@@ -144,7 +144,7 @@ class BlockingStore(Protocol):
         """Connect to the place that keeps the records, and prepare it."""
 
     def close(self) -> None:
-        """Release what `open` acquired, even if it failed."""
+        """Release the resources that `open` acquired, even if it failed."""
 
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""

@@ -214,7 +214,7 @@ class ChildProcess:
                         await asyncio.wait_for(asyncio.shield(process.exited), EXIT_GRACE_S)
                     raise InstanceError(
                         f"The interpreter {interpreter.python} did not start: it "
-                        f"{exit_reason_of(process.returncode)}. The log of its worker has its output."
+                        f"{exit_reason_of(process.returncode)}. The log of its worker contains its output."
                     )
                 problem = _mismatch(interpreter, facts)
                 if problem is not None:

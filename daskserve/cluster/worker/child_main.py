@@ -61,7 +61,7 @@ NAME_BYTES, MAX_SOCKETS = 1024, 16
 
 
 class _Parent:
-    """The parent, and what it has sent apart from its channel."""
+    """The parent, and the values that it has sent besides its channel."""
 
     def __init__(self, sockets: socket.socket) -> None:
         self.address = f"parent://{os.getppid()}"

@@ -42,7 +42,7 @@ class ClusterAccess:
     security : bytes
         The pickled `distributed.Security`: unpickling it imports distributed.
     worker : mapping
-        What `distributed.get_worker` knows of the worker; empty for none.
+        The attributes of the worker in `distributed.get_worker`; empty for none.
     timeout_s : float
         How long to wait for the scheduler.
     """

@@ -9,7 +9,7 @@ microseconds:
 - A full garbage collection visits every object: 20 ms with only a Dask worker in the process, and much more
   once a model's libraries are loaded. Under load, one is due several times a second. So `gc.freeze` excludes
   the objects that exist once no actor has started or stopped for a while. When actors start or stop, a full
-  collection runs again, which frees what a stopped replica leaves behind.
+  collection runs again, which frees the objects of a stopped replica.
 - A collection of young objects is due once 700 more of them exist. A hundred requests in flight are more than
   that, so a collection runs at each turn of the event loop and finds nothing. This takes a tenth of the time
   of a small request. While such collections find nothing, they become rarer; see `CollectionPace`.
@@ -133,7 +133,7 @@ class InterpreterTuning:
 
     def _imported(self, imported: asyncio.Future[ModuleType]) -> None:
         if not imported.cancelled() and (error := imported.exception()):
-            logger.warning("Cannot import %s before user code does: %r.", CLIENT, error)
+            logger.warning("Cannot import %s in advance of user code: %r.", CLIENT, error)
         self._freeze()
 
     def _freeze(self) -> None:

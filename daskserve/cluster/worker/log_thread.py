@@ -263,9 +263,7 @@ class LogThread:
     def _report_dropped(self) -> None:
         count, self._dropped = self._dropped, 0
         if count:
-            logger.warning(
-                "Dropped %d log records: the handlers of logging are slower than the records", count
-            )
+            logger.warning("Dropped %d log records, because the logging handlers are too slow", count)
 
 
 def _is_final(value: Any) -> bool:

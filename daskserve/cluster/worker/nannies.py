@@ -39,7 +39,7 @@ async def watch_nanny(worker: Worker, grace_s: float) -> None:
             await _run(worker, str(worker.nanny), answer_in_nanny, grace_s)
     except Exception as error:
         # The nanny's process may raise any error. The worker serves without the handler.
-        logger.warning("SIGTERM to the nanny of this worker ends requests under way: %r", error)
+        logger.warning("SIGTERM to the nanny of this worker will abort running requests: %r", error)
 
 
 def answer_in_nanny(grace_s: float, dask_worker: Nanny) -> None:

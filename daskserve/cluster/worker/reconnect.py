@@ -151,7 +151,7 @@ class Reconnection:
             try:
                 found[spec.instance] = await self._registry.call(spec.name, spec.incarnation, "hand_over", {})
             except ServeError as error:
-                logger.warning("Controller %s does not tell what it knows: %s", spec.name, error)
+                logger.warning("Controller %s does not report its state: %s", spec.name, error)
         return found
 
     async def _bring_back(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> None:

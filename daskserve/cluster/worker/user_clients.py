@@ -74,7 +74,7 @@ class UserClient(TaskClient):
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(address, **options)
         if self.scheduler is None:
-            self.scheduler = self.rpc(address)  # Dask does this later, but `Event` and others read it at once
+            self.scheduler = self.rpc(address)  # Dask sets this only later
 
     def submit(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Submit a task, which belongs to the trace of the current request."""

@@ -164,7 +164,7 @@ class WorkerView:
         if name in worker:
             return worker[name]
         raise AttributeError(
-            f"This code runs in a process of its own, so get_worker() has no {name!r}; it has "
+            f"This code runs in a separate process, so get_worker() has no {name!r}; it has "
             f"{', '.join(sorted(worker))}, client, loop, scheduler and log_event(). Use isolation='thread' "
             "for code that needs more of its worker."
         )

@@ -175,7 +175,7 @@ class ModelReconciler:
             )
             await self._clock.wait_for(call, CALL_S)
         except (ServeError, OSError, TimeoutError) as error:
-            logger.info("Replica %s was not told of its models: %s", short_tag(replica.tag), error)
+            logger.info("Replica %s did not receive its list of models: %s", short_tag(replica.tag), error)
         finally:
             self._busy.discard(replica.tag)
 

@@ -265,6 +265,5 @@ def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> Ser
         )
     return RequestTimeoutError(
         f"{capitalized(what)} did not get to {counted(backend.needed_replicas, 'running replica')} within "
-        f"{limit} s. Pass a larger timeout_s, or none: then the change has the time that it needs, as long "
-        "as it makes progress."
+        f"{limit} s. Pass a larger timeout_s, or none to wait as long as the change makes progress."
     )

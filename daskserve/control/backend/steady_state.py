@@ -1,7 +1,7 @@
-"""Decides whether a backend is at rest, so that a step of it would change nothing. Pure.
+"""Decides whether a backend is in a steady state, in which a step would change nothing. Pure.
 
-The ticks check one backend after another, and nearly all backends are at rest. This check is much cheaper
-than a step. It may wrongly report that a backend is not at rest, which only costs time.
+The ticks check one backend after another, and nearly all of them are in a steady state. This check is much
+cheaper than a step. It may miss a steady state, which only costs time.
 """
 
 from __future__ import annotations

@@ -489,7 +489,7 @@ def step(inputs: StepInputs, backend: BackendRecord) -> Step:
 
 
 def full_step(inputs: StepInputs, backend: BackendRecord) -> Step:
-    """Return the same as `step`, without the check whether the backend is at rest."""
+    """Return the same as `step`, without the check for a steady state."""
     if backend.canary is not None:
         step = rollout_steps.step_both(inputs, backend, _run)
     else:

@@ -35,7 +35,7 @@ class DecidingVerbs:
                 if self._core.writer.is_detached:
                     raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
                 if not set(self._core.observed.withdrawn).isdisjoint(requests):
-                    raise DeployError("The change was taken back before it began.")
+                    raise DeployError("The change was undone before it began.")
                 changes = self._core.writer.changes
                 yield
                 is_written = self._core.writer.changes > changes

@@ -57,7 +57,7 @@ class InspectingVerbs:
             # Not retried: the replica has ended.
             raise InspectionError(
                 f"Replica {short_tag(found.tag)!r} ended, or worker {found.worker} was lost, while its code "
-                f"was looked at: {error}"
+                f"was inspected: {error}"
             ) from error
         backend = self._core.state.backends.get(found.backend)
         return {

@@ -220,5 +220,5 @@ def unpacked(text: str) -> dict[str, int]:
     except (ValueError, zlib.error, binascii.Error, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(type(each) is int for each in found.values()):
-        raise BadRequestError(f"after={text[:40]!r} is not a cursor: pass 'next' of an earlier answer")
+        raise BadRequestError(f"after={text[:40]!r} is not a cursor: pass 'next' of an earlier response")
     return found

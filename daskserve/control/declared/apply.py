@@ -131,8 +131,8 @@ def check_version(state: State, expected: int | None) -> None:
     at = datetime.datetime.fromtimestamp(last.declared_at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     who = f", by {last.by or 'another program'} at {at}" if last.number else ""
     raise VersionConflictError(
-        f"The configuration has version {last.number}{who}, and not version {expected}, which this change is "
-        "based on. Read it again, and make the change to that."
+        f"This change is based on version {expected} of the configuration, but its version is now "
+        f"{last.number}{who}. Read it again, and change that version."
     )
 
 

@@ -128,7 +128,8 @@ class Builders:
                 what = str(error).rpartition(": it was still ")[2]
                 raise RequestTimeoutError(
                     f"{what[:1].upper()}{what[1:].removesuffix('.')} did not end within {shown(BUILD_S)} s. "
-                    "A module must not wait or serve when it is imported; see whether it does."
+                    "A module must not block or start to serve while it is imported; check whether one "
+                    "does."
                 ) from None
             finally:
                 await self._remove(ActorAddress(name, worker, incarnation))
@@ -138,7 +139,7 @@ class Builders:
         """Return the worker for a build: the next replica's worker, or any other if an import hangs there."""
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
-            raise NoWorkerError("There is no worker that could build the application.")
+            raise NoWorkerError("No worker can build the application.")
         self._hanging.intersection_update(known)
         found = self._next_worker()
         if found is not None and found not in self._hanging:

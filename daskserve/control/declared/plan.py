@@ -1,4 +1,4 @@
-"""The plan: what a configuration would change, compared with what is deployed. Pure."""
+"""The plan: the changes that a configuration would make to the deployed applications. Pure."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def config(state: State, name: str | None = None) -> dict[str, Any]:
         if app is None or app.is_deleting:
             raise application_not_found(state, name)
         raise NotFoundError(
-            f"Application '{name}' was deployed by a program, and has no configuration. `daskserve build "
-            "module:name` writes that of its import path."
+            f"Application '{name}' was deployed by a program, so it has no configuration. `daskserve build "
+            "module:name` writes one for its import path."
         )
     return {
         "version": last.number,

@@ -100,7 +100,7 @@ class DeadReplica:
 
 
 class Activity(NamedTuple):
-    """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
+    """The step of an actor that starts, is reconfigured or drains, and its duration in seconds."""
 
     what: str
     for_s: float = 0.0
@@ -125,7 +125,7 @@ class Notes:
     most : tuple of str and int
         The pending goal, and the largest number of replicas that have run its version at once.
     logged_at : float or None
-        When it was last logged what the change waits for.
+        When the log last showed the reason why the change waits.
     unloadable : str or None
         Why the last replica could not load its code; None after a replica has loaded it.
     goal : str or None

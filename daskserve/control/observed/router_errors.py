@@ -1,4 +1,4 @@
-"""The errors of the users' request routers, as reported by the processes that route. Pure."""
+"""The errors of request routers that users wrote, as reported by the processes that route. Pure."""
 
 from __future__ import annotations
 

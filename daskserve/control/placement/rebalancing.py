@@ -58,8 +58,8 @@ class Rebalancer:
         if len(workers) < 2:
             self._since.clear()
             return None
-        fresh = {each.address for each in workers} - self._used
-        worker_loads = _WorkerLoads(state, workers, avoid, fresh)
+        new = {each.address for each in workers} - self._used
+        worker_loads = _WorkerLoads(state, workers, avoid, new)
         comparisons = 0
         for tag in self._next_turns(state):
             backend, found = state.backends[tag], None
@@ -70,7 +70,7 @@ class Rebalancer:
                 and worker_loads.may_be_better(tag)
             ):
                 comparisons += 1
-                found = _misplaced(state, workers, backend, avoid, fresh)
+                found = _misplaced(state, workers, backend, avoid, new)
             if found is None or wait_s is None:
                 self._since.pop(tag, None)
             elif now >= self._since.setdefault(tag, now) + wait_s:
@@ -136,12 +136,12 @@ class _WorkerLoads:
         state: State,
         workers: Sequence[WorkerInfo],
         avoid: Collection[WorkerAddress],
-        fresh: Collection[WorkerAddress],
+        new: Collection[WorkerAddress],
     ) -> None:
         self._state = state
         self._workers = {each.address: each for each in workers}
         self._avoid = set(avoid)
-        self._least = min((self._crowding(self._workers[each], 0) for each in fresh), default=None)
+        self._least = min((self._crowding(self._workers[each], 0) for each in new), default=None)
 
     def may_be_better(self, backend: BackendTag) -> bool:
         """Return whether one of a backend's replicas might be better placed on another worker."""
@@ -164,7 +164,7 @@ def _misplaced(
     workers: Sequence[WorkerInfo],
     backend: BackendRecord,
     avoid: Collection[WorkerAddress],
-    fresh: Collection[WorkerAddress],
+    new: Collection[WorkerAddress],
 ) -> ReplicaRecord | None:
     """Return the replica of a backend on its worst worker, if another worker is better; None otherwise."""
     trial, demand = TentativeUsage(state, {}), demand_of(backend)
@@ -179,7 +179,7 @@ def _misplaced(
     with trial.without([worst]):
         rank = ranks(trial, workers, demand, avoid)
         there, here = rank(better), rank(worst.worker or "")
-    if better in fresh:
+    if better in new:
         return worst if there[:-1] < here[:-1] else None
     # only if the worker has other replicas of the same backend
     return worst if there[:2] < here[:2] else None

@@ -1,6 +1,6 @@
 """The records of an instance: the part of its controller's state that must outlive it.
 
-Each record is one row of the store, keyed by kind and name, so that a change writes only what has changed.
+Each record is one row of the store, keyed by kind and name, so that a change writes only changed records.
 Records are immutable; the pure parts of the control plane return new ones in a `Change`.
 """
 
@@ -63,7 +63,7 @@ class BackendRecord:
     capacity, capacity_direction
         A copy of the instance's `CapacityRecord`, so that one record determines the number of replicas.
     application : str
-        The application that it belongs to; empty for what the classic verbs made.
+        The application that it belongs to; empty for backends of the classic verbs.
     needs : tuple of str
         The backends of its application that it calls. They start before it and stop after it.
     actors, actor_of

@@ -44,7 +44,7 @@ class Codes(dict[str, CodeRecord]):
     Attributes
     ----------
     unused_bytes : int
-        The size of the code that is not the current one of a backend, with that of parcels.
+        The size of all code, parcels included, that no backend uses at present.
     """
 
     def __init__(self) -> None:

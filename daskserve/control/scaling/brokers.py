@@ -45,7 +45,7 @@ class InstanceQueue:
     async def read(self) -> float:
         """Return the number of tasks that are ready to run."""
         if self._tasks is None:
-            raise ValueError("there is no instance that keeps queues of tasks")
+            raise ValueError("no instance stores queues of tasks")
         try:
             return float(await self._tasks.call("ready", [self._name]))
         except ServeError as error:

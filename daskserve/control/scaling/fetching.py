@@ -45,9 +45,9 @@ class HTTPFetcher:
                 headers={"Accept": "application/json"},
             )
         except (HTTPError, OSError) as error:
-            # Without the path, and without a login that the URL may have.
+            # Neither the path nor a password in the URL is shown.
             server = urlsplit(url).netloc.rpartition("@")[2]
-            raise OSError(f"{server} gives no answer: {error}") from error
+            raise OSError(f"{server} does not answer: {error}") from error
         is_json = "json" in found.headers.get("Content-Type", "")
         if found.code >= 300 and not is_json:
             raise OSError(f"HTTP {found.code}: {found.reason}")

@@ -36,7 +36,7 @@ _PLAIN_PLACE: Mapping[str, Any] = {"demand": ActorOptions().demand()}
 class Outcome:
     """A change and the goal to wait for; None if there is nothing to wait for.
 
-    ``is_update`` is whether this call, or the call that it repeats, changes what runs.
+    ``is_update`` is whether this call, or the call that it repeats, changes the backend.
     """
 
     change: Change

@@ -73,7 +73,7 @@ def _of_options(
 
 
 def _named(given: Any, whole: Any, other: Any) -> Any:
-    """Return a value without defaults that the user has not set, except those that differ."""
+    """Return the entries of a mapping that the user has set, or that differ from the other mapping."""
     if not all(isinstance(each, Mapping) for each in (given, whole, other)):
         return given
     return {

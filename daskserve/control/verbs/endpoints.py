@@ -126,8 +126,8 @@ def check_route(
         return
     if owner == application and heir not in (None, application, *leaving):
         raise AlreadyRegisteredError(
-            f"Cannot {what} at route '{route}': application '{heir}' is about to get it, in a swap. Wait for "
-            "its end, or deploy both."
+            f"Cannot {what} at route '{route}': application '{heir}' is about to take it over in a swap. "
+            "Wait for the end of the swap, or deploy both applications."
         )
     check_application_route(state, route, what=what, application=application)
     holder = _holder_of(state, route)
@@ -259,7 +259,7 @@ def delete_endpoint(state: State, name: EndpointTag) -> Change:
     if owner and state.apps.get(owner) is not None:
         raise BadRequestError(
             f"Endpoint '{name}' is a part of application '{owner}' and cannot be deleted alone. Delete the "
-            "application, or run it with route_prefix=None, which takes its route away."
+            "application, or run it with route_prefix=None, which removes its route."
         )
     return {endpoint.key: None}
 

@@ -273,7 +273,8 @@ def rolled_back(
     app, change = state.apps.get(goal.application), Change()
     for other in [] if app is None or app.goal != goal.goal_id else endpoint_state.swapping(state, app):
         why = DeployError(
-            f"Application '{goal.application}', with which it was to swap routes, keeps its own."
+            f"The swap of routes with application '{goal.application}' was canceled, because that "
+            "application keeps its route."
         )
         change.update(_taken_back(state, state.goals[other.goal or ""], why, None, wall))
         back = change.get(other.key)
@@ -320,7 +321,7 @@ def _taken_back(
 
 
 def what_stays(goal: GoalRecord) -> str:
-    """Return a text that says what still serves after a change failed in user code, and the remedy."""
+    """Return a text about the version that still serves after a failure in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "Nothing of it is left; correct the code, and deploy it again"
@@ -346,7 +347,7 @@ def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> 
         if goal is None or not is_whole or not goal.is_pending or record.is_deleting:
             continue
         if goal.request_id and goal.request_id in requests:
-            error = DeployError(f"The change was taken back: {by or 'its program'} was interrupted.")
+            error = DeployError(f"The change was undone: {by or 'its program'} was interrupted.")
             change.update(rolled_back(state, goal, error, None, wall))
     return change
 

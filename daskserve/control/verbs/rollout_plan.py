@@ -134,7 +134,7 @@ def decide(
         if each.is_worse:
             new, old = rollout.names
             error = RolloutError(
-                f"Version '{new}' was taken back, and version '{old}' has all traffic, at step "
+                f"Version '{new}' was rolled back, and version '{old}' has all traffic, at step "
                 f"{rollout.served + 1} of the rollout: {each.text}."
             )
             return Decision(rollout, error=error)

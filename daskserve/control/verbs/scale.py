@@ -80,8 +80,8 @@ def tag_of(state: State, name: str, application: str) -> BackendTag:
         known = ", ".join(sorted(each.name for each in state.apps if each.deployments)) or "none"
         what = f" with a deployment {name!r}" if name else ""
         raise NotFoundError(
-            f"There is no application {application!r}{what}; the applications are: "
-            f"{known}. A backend or deployment of no application is in {DEFAULT_APPLICATION!r}."
+            f"There is no application {application!r}{what}; the applications are: {known}. Backends and "
+            f"deployments without an application are in {DEFAULT_APPLICATION!r}."
         )
     raise NotFoundError(f"Application {application!r} has no deployment {name!r}; it has: {', '.join(own)}.")
 

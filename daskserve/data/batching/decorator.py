@@ -118,17 +118,20 @@ def batch(
     preferred = _check_preferred(preferred_batch_sizes, size)
     if preferred and (is_tuned or batch_size_fn is not None):
         raise ValueError(
-            "preferred_batch_sizes does not go with latency_target_s or batch_size_fn; leave one out."
+            "preferred_batch_sizes cannot be combined with latency_target_s or batch_size_fn; leave one out."
         )
     if is_tuned and batch_size_fn is not None:
-        raise ValueError("latency_target_s finds a number of calls; leave out batch_size_fn, or the target.")
+        raise ValueError(
+            "latency_target_s adjusts a number of calls, so it cannot be combined with batch_size_fn; "
+            "leave one out."
+        )
 
     def decorate(function: Callable[..., Any]) -> BatchedFunction:
         _check_function(function)
         if is_tuned and inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"latency_target_s is the time of one answer, and {function.__qualname__} is a generator; "
-                "leave it out, or see continuous_batch."
+                f"latency_target_s is for functions with one result, but {function.__qualname__} is a "
+                "generator; leave it out, or use continuous_batch."
             )
         return BatchedFunction(function, size, wait_s, at_once, batch_size_fn, target_s, preferred)
 

@@ -31,7 +31,7 @@ TOGETHER = 0.1
 
 
 class EarlyStart:
-    """The number of calls, queued and in batches, at the end of each recent batch of one queue.
+    """Decides whether batches of one queue start early, given the number of calls at the end of recent ones.
 
     Parameters
     ----------
@@ -81,8 +81,8 @@ class EarlyStart:
         self._vain.append(len(waits_s))
         if len(self._vain) >= VAIN:
             logger.warning(
-                "No call came in the wait of %s s of %s, in any of the last %d batches that waited. They had "
-                "%s of %s calls on average. Lower the wait, or set max_batch_size to this average.",
+                "The wait of %s s of %s brought no further call to any of the last %d batches that waited. "
+                "They had %s of %s calls on average. Lower the wait, or set max_batch_size to this average.",
                 shown(wait_s),
                 self._name,
                 VAIN,

@@ -11,10 +11,10 @@ MAX_SENT = 8
 
 
 class DeferredRequests:
-    """Sends the first requests to the replica; the others wait here, in order."""
+    """A queue of deferred requests, of which the first `MAX_SENT` also wait in the queue of the replica."""
 
     def __init__(self) -> None:
-        #: Number of requests, whether sent or not.
+        #: Number of deferred requests, sent or not.
         self.count = 0
         self._sent = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -34,7 +34,7 @@ class DeferredRequests:
             raise
 
     def release(self) -> None:
-        """Give the turn to the next request."""
+        """Let the next request be sent."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():

@@ -194,10 +194,10 @@ class ModelLoader:
         if load.entry.state == QUEUED and not ready.done():
             ready.set_exception(
                 ModelCapacityError(
-                    f"Model {short_id(load.entry.id)!r} found no room in this replica within "
-                    f"{shown(ROOM_TIMEOUT_S)} s, because running requests use all that it holds, "
-                    f"{len(self.cache.models) - len(self._loads)}. Increase "
-                    "max_num_models_per_replica, or the number of replicas."
+                    f"This replica had no room for model {short_id(load.entry.id)!r} within "
+                    f"{shown(ROOM_TIMEOUT_S)} s, because running requests use all of its models, "
+                    f"{len(self.cache.models) - len(self._loads)}. Increase max_num_models_per_replica, or "
+                    "the number of replicas."
                 )
             )
 

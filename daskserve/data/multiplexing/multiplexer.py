@@ -119,7 +119,7 @@ def _load_by(ref: Callable[[], Any], *args: Any) -> Any:
     """Load a model: ``args`` are its id, preceded by the function if ``ref`` refers to its object."""
     owner = ref()
     if owner is None:
-        raise ReferenceError("what loads the model is gone")
+        raise ReferenceError("the object that loads the model is gone")
     *functions, model_id = args
     return functions[0](owner, model_id) if functions else owner(model_id)
 

@@ -58,7 +58,9 @@ async def _in_thread(function: Callable[[], Any]) -> None:
         result = context.run(function)
         if inspect.iscoroutine(result):
             result.close()
-            raise TypeError("What unloads the model returned a coroutine; make it an `async def`.")
+            raise TypeError(
+                "The function that unloads the model returned a coroutine; make it an `async def`."
+            )
 
     await in_daemon("daskserve-unload", run)
 

@@ -132,7 +132,7 @@ async def probe_liveness(
         if executor.abandoned >= concurrency:
             raise UnavailableError(
                 f"All {concurrency} slots of replica {short_tag(replica_tag)!r} are held by abandoned calls "
-                "and run on."
+                "that still run."
             )
         await executor.run_sync(_do_nothing, threads=executor.reserved)
     if servable.is_async_at_all and not executor.is_on_worker_loop:

@@ -75,7 +75,7 @@ class LocalInspection:
         self._executor()
         if self._is_profiling:
             raise InspectionError(
-                f"A profile of replica {short_tag(self._tag)!r} is being taken already; wait for its end."
+                f"A profile of replica {short_tag(self._tag)!r} is being taken already; wait until it ends."
             )
         self._is_profiling = True
         try:

@@ -55,7 +55,7 @@ BUSY_PAUSE_S = 0.2
 
 
 class TaskSlots:
-    """Computes how many tasks a replica may run in addition to its requests.
+    """Computes how many tasks a replica may run beside its requests.
 
     Requests come first, but constant requests would leave no slot at all. So once tasks have had fewer slots
     than their share for `SHORT_S`, they wait for slots of that share like requests, in the order of their

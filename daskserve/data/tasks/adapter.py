@@ -28,7 +28,7 @@ POLL_S = 0.1
 
 
 class AsyncCapability(enum.Enum):
-    """What an adapter can do without blocking the event loop."""
+    """The operations that an adapter supports without blocking the event loop."""
 
     ENQUEUE_TASK = enum.auto()
     GET_TASK_STATUS = enum.auto()

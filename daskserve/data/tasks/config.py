@@ -47,13 +47,13 @@ class DurableOptions(Options):
     )
     max_backoff_s: float = Field(60.0, ge=0.0, description="Longest delay before a retry, in seconds.")
     jitter: float = Field(
-        0.5, ge=0.0, le=1.0, description="Part of a retry's delay that is taken off at random."
+        0.5, ge=0.0, le=1.0, description="Maximum share by which a retry's delay is randomly reduced."
     )
     max_losses: int = Field(
         10,
         ge=0,
-        description="Number of times that a task may lose its consumer, because that was killed; after one "
-        "more, the task is unprocessable.",
+        description="Number of times that the consumer of a task may be killed; after one more, the task is "
+        "unprocessable.",
     )
     result_ttl_s: float = Field(
         86_400.0,
@@ -84,7 +84,7 @@ class FileOptions(DurableOptions):
 
     synchronous: bool = Field(
         False,
-        description="Whether each change waits for the disk, so that it survives a power loss at once. "
+        description="Whether each change waits until it is on the disk, so that it survives a power loss. "
         "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
         "is up to a hundred times as fast.",
     )
@@ -117,8 +117,8 @@ class SQLiteAdapterConfig(FileOptions):
     def _is_absolute(cls, value: str) -> str:
         if not os.path.isabs(os.path.expanduser(value)):
             raise ValueError(
-                f"path is {value!r}, which is another file in each process, by its working directory; give "
-                "an absolute path, or one that begins with ~"
+                f"path is {value!r}, which depends on the working directory of each process; give an "
+                "absolute path, or one that begins with ~"
             )
         return value
 
@@ -189,8 +189,8 @@ class TaskSchedule(Options):
         60.0,
         ge=0.0,
         le=MAX_CATCH_UP_S,
-        description="How late its task is still made if no consumer ran at its time, in seconds. Of all "
-        "times that have passed meanwhile, only the last one has a task.",
+        description="How late a task may still be created if no consumer ran at its time, in seconds. Of "
+        "several missed times, only the last one gets a task.",
     )
 
     @model_validator(mode="after")
@@ -204,11 +204,11 @@ class TaskSchedule(Options):
         if self.cron is not None:
             try:
                 if len(self.cron.split()) != 5:
-                    raise CronSimError("it has not five fields")
+                    raise CronSimError("it does not have five fields")
                 next(CronSim(self.cron, datetime(2000, 1, 1, tzinfo=zone)))
             except (CronSimError, StopIteration) as error:
                 raise ValueError(
-                    f"cron is {self.cron!r}, which never comes ({error}); give minute, hour, day of month, "
+                    f"cron is {self.cron!r}, which never occurs ({error}); give minute, hour, day of month, "
                     'month and weekday, for example "30 8 * * mon-fri"'
                 ) from None
         return self
@@ -220,14 +220,14 @@ class TaskProcessorConfig(Options):
     queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="The name of the queue.")
     adapter: str | Callable[..., Any] | None = Field(
         None,
-        description="The class of the adapter, or its import path. Default: the one that `adapter_config` is "
-        "for.",
+        description="The class of the adapter, or its import path. Default: the adapter that matches "
+        "`adapter_config`.",
     )
     adapter_config: Any = Field(
         None,
         validate_default=True,
         description="The options of the adapter: `InstanceAdapterConfig`, `SQLiteAdapterConfig`, "
-        "`RedisAdapterConfig`, or what an adapter of your own takes. Default: `InstanceAdapterConfig()`.",
+        "`RedisAdapterConfig`, or the options of your own adapter. Default: `InstanceAdapterConfig()`.",
     )
     max_retries: int | None = Field(
         3, ge=0, description="How often a task that failed is tried again. None: for ever."
@@ -236,9 +236,9 @@ class TaskProcessorConfig(Options):
         0.25,
         ge=0.0,
         le=1.0,
-        description="Share of a replica's `max_ongoing_requests` for which tasks wait in one line with "
-        "requests, once these have left them less for a second; at least one slot. The longer the line, the "
-        "less of it they get. 0: only what requests leave.",
+        description="Share of a replica's `max_ongoing_requests` that tasks can claim, at least one slot: "
+        "once tasks have had fewer slots for a second, they queue together with requests. The longer this "
+        "queue, the smaller the share that they get. 0: tasks get only slots that requests leave free.",
     )
     failed_task_queue_name: str | None = Field(
         None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."
@@ -250,7 +250,7 @@ class TaskProcessorConfig(Options):
         description="The queue that gets tasks that no handler can run.",
     )
     schedules: dict[str, TaskSchedule] = Field(
-        default_factory=dict, description="Tasks that consumers make at their times, by name."
+        default_factory=dict, description="Tasks that consumers create at given times, by name."
     )
 
     @field_validator("adapter_config")
@@ -296,7 +296,7 @@ class TaskResult(BaseModel):
     created_at : float
         Seconds since the epoch.
     result : object
-        What the handler returned; with ``FAILURE`` and ``REJECTED``, the error as text.
+        The handler's result; with ``FAILURE`` and ``REJECTED``, the error as text.
     attempts : int
         Number of runs.
     progress : object

@@ -181,7 +181,11 @@ class TaskConsumer:
                 self._runs.cancel()
                 await self.drained()
         except TimeoutError:
-            logger.warning("Queue %r: %d tasks are left to their leases", self._name, len(self._held))
+            logger.warning(
+                "Queue %r: %d tasks did not end in time; they run again when their leases expire",
+                self._name,
+                len(self._held),
+            )
         await self._loops.close(grace_s)
 
     async def _supervised(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -225,7 +229,7 @@ class TaskConsumer:
                 is_woken = not tasks and not is_woken
                 continue
             self._has_room.clear()
-            # Not longer: the replica may have been given more room.
+            # Not longer, because the number of slots of the replica may have increased.
             await _elapsed(self._clock, self._has_room, interval_s)
 
     def _begin(self, task: Task) -> None:
@@ -259,7 +263,7 @@ class TaskConsumer:
             # Not raised again, because nothing awaits this asyncio task.
             after = states.released(self._held[key].task, now(), rules)
         except Exception as error:  # raised by the replica, or by a result that cannot be kept
-            logger.exception("Queue %r: task %r has no end", self._name, task.id)
+            logger.exception("Queue %r: the end of task %r could not be determined", self._name, task.id)
             after = _without_end(task, error, now(), rules)
         if self._held[key].is_dropped:
             self._forget(key)
@@ -424,7 +428,7 @@ class TaskConsumer:
             try:
                 await self._call(self._queue.add, [task], self._options.max_queue_length, now)
             except TaskConflictError:
-                logger.info("Queue %r: another version of schedule %r has made its task", self._name, name)
+                logger.info("Queue %r: another version of schedule %r has created its task", self._name, name)
             at = following
 
 

@@ -200,7 +200,7 @@ def _changed(adapter: DurableAdapter, task_id: str, change: Callable[[Task], Tas
             return task
         if adapter.queue.write([Change(after)])[0]:
             return after
-    raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
+    raise TaskConflictError(f"Task {task_id!r} keeps changing; try again.")
 
 
 def _redis_queue(options: RedisAdapterConfig) -> TaskQueue:
@@ -314,7 +314,8 @@ def checked_result(task: Task, result: bytes, options: DurableOptions) -> bytes:
     if len(result) > options.max_payload_bytes:
         error = BodyTooLargeError(
             f"The result of task {task.name!r} takes {len(result)} bytes, more than "
-            f"max_payload_bytes={options.max_payload_bytes}; store the data elsewhere, and return its place."
+            f"max_payload_bytes={options.max_payload_bytes}; store the data elsewhere, and return its "
+            "location."
         )
         raise Failure(error_text(f"{type(error).__name__}: {error}", ""), is_final=True)
     return result
@@ -387,6 +388,7 @@ def _due_at(now: float, delay_s: Any, at: Any) -> float:
         at = at.timestamp()
     if not _is_duration(delay_s) or not (at is None or _is_duration(at)) or (at is not None and delay_s):
         raise BadRequestError(
-            f"delay_s is {delay_s!r:.100} and at is {at!r:.100}; give one of them, not before now"
+            f"delay_s is {delay_s!r:.100} and at is {at!r:.100}; give only one of them, and no time in the "
+            "past"
         )
     return now + delay_s if at is None else float(at)

@@ -57,7 +57,7 @@ def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if len(data) > limit:
         raise BodyTooLargeError(
             f"The arguments of task {name!r} take {len(data)} bytes, more than max_payload_bytes={limit}; "
-            "store the data elsewhere, and pass its place."
+            "store the data elsewhere, and pass its location."
         )
     return data
 

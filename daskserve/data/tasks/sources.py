@@ -41,7 +41,7 @@ class SourceItem:
     Attributes
     ----------
     value : object
-        What the handler gets.
+        The handler's argument.
     ack : callable, optional
         Called without arguments once the handler has returned; may be a coroutine function.
     nack : callable, optional

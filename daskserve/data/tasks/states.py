@@ -36,7 +36,7 @@ class TaskState(enum.StrEnum):
 
 
 class TaskEvent(enum.StrEnum):
-    """What happens to a task."""
+    """The events of a task."""
 
     CLAIMED = "claimed"
     DONE = "done"

@@ -55,7 +55,7 @@ class Masked:
     Attributes
     ----------
     show : callable
-        Returns what `repr` and errors show of a value.
+        Returns the form of a value that `repr` and errors show.
     """
 
     show: Callable[[Any], Any]
@@ -86,7 +86,7 @@ def _as_number(value: Any) -> Any:
 def _checked_folder(value: str) -> str:
     if "://" not in value and not value.startswith("/"):
         raise ValueError(
-            f"{masked(value)!r} is a relative path, which means another folder on each worker; give an "
+            f"{masked(value)!r} is a relative path, which may be a different folder on each worker; give an "
             "absolute path or a URL"
         )
     return value

@@ -19,12 +19,12 @@ INSTEAD: Mapping[str, str] = {
     "proxy_location": "use 'location' of http_options",
     "label_selector": "Dask's workers have no labels; declare a resource on such workers and use "
     "'resources', or name them with 'workers'",
-    "fallback_strategy": "Dask's workers have no labels; list all workers that are good enough in 'workers'",
+    "fallback_strategy": "Dask's workers have no labels; list all suitable workers in 'workers'",
     "object_store_memory": "Dask has no object store; use 'memory'",
     "placement_group_bundle_label_selector": "Dask's workers have no labels; declare a resource on such "
     "workers, and ask for it in 'placement_group_bundles'",
-    "placement_group_fallback_strategy": "Dask's workers have no labels; list all workers that are good "
-    "enough in 'workers' of actor_options",
+    "placement_group_fallback_strategy": "Dask's workers have no labels; list all suitable workers in "
+    "'workers' of actor_options",
     "grpc_options": "there are no gRPC proxies; use HTTP, or handles from Python",
     "controller_options": "the controller runs in one of Dask's workers; leave it out",
     "dedicated_cpu": "the proxies run in Dask's workers; choose them with 'location' of http_options",

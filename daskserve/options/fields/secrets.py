@@ -49,8 +49,8 @@ def checked_secret(value: Any) -> Any:
         return value
     if not is_reference(value):
         raise ValueError(
-            'it is neither text nor a reference to a secret; give {"env": "NAME"} for an environment '
-            'variable, or {"file": "/path"} for a file, of the process that uses it'
+            'it is neither a string nor a reference to a secret; give {"env": "NAME"} for an environment '
+            'variable, or {"file": "/path"} for a file, both of the process that uses the secret'
         )
     ((kind, name),) = value.items()
     if not name or (kind == "file" and not os.path.isabs(name)):
@@ -108,7 +108,7 @@ def _read(path: str, what: str, where: str) -> str:
         problem = str(error)
     raise BadRequestError(
         f"{what} is {{'file': {path!r}}}, which cannot be read {where}: {problem}. Put the secret there, "
-        "with the right to read it for the user of that process."
+        "and let the user of that process read it."
     )
 
 

@@ -18,13 +18,13 @@ class HedgingConfig(Options):
         0.95,
         ge=0.5,
         lt=1,
-        description="A second try begins after the time in which this share of the requests had an answer "
-        "lately.",
+        description="A second attempt begins once a request takes longer than this quantile of the recent "
+        "latencies.",
     )
     budget: float = Field(
-        0.05, gt=0, le=0.5, description="Maximum share of the requests that get a second try."
+        0.05, gt=0, le=0.5, description="Maximum share of the requests that get a second attempt."
     )
-    min_delay_s: float = Field(0.005, ge=0, description="No second try begins earlier than this, in seconds.")
+    min_delay_s: float = Field(0.005, ge=0, description="Minimum time before a second attempt, in seconds.")
 
     def published(self) -> dict[str, Any]:
         """Return the options that the processes that send requests need."""

@@ -27,26 +27,30 @@ class PriorityConfig(Options):
     classes: dict[str, _Priority] = Field(
         default_factory=dict,
         max_length=100,
-        description='Names of priorities, such as ``{"interactive": 10, "batch": -10}``, from '
-        f"-{MAX_PRIORITY} to {MAX_PRIORITY}; the greatest goes first.",
+        description=(
+            f'Names of priorities, such as ``{{"interactive": 10, "batch": -10}}``, from -{MAX_PRIORITY} to '
+            f"{MAX_PRIORITY}; the highest goes first."
+        ),
     )
     weights: dict[str, Annotated[float, Field(gt=0, le=1e6)]] | None = Field(
         None,
         max_length=200,
-        description='Shares of the priorities that wait, by name or number, such as ``{"interactive": 4, '
-        '"batch": 1}``; others have 1. None: a lower priority waits while any higher one does.',
+        description=(
+            'Shares of waiting requests by priority, by name or number, such as ``{"interactive": 4, '
+            '"batch": 1}``; others have 1. None: a lower priority waits while any higher one does.'
+        ),
     )
     by_deadline: bool = Field(
         False,
-        description="Whether the request with the earliest deadline goes first among those of one priority, "
-        "and not the one that came first.",
+        description="Whether the request with the earliest deadline goes first among those of the same "
+        "priority, instead of the oldest one.",
     )
 
     @field_validator("header")
     @classmethod
     def _is_a_name(cls, value: str | None) -> str | None:
         if value is not None and not _NAME.fullmatch(value):
-            raise ValueError(f"{value!r} is no name of a header")
+            raise ValueError(f"{value!r} is not a valid name of a header")
         return value
 
     @model_validator(mode="after")
@@ -63,7 +67,7 @@ class PriorityConfig(Options):
         except ValueError:
             known = ", ".join(sorted(self.classes)) or "none"
             raise ValueError(
-                f"weights has {name!r}, which is no number and not in classes ({known})"
+                f"weights has {name!r}, which is neither a number nor in classes ({known})"
             ) from None
         if abs(number) > MAX_PRIORITY:
             raise ValueError(f"weights has {number}; priorities are from -{MAX_PRIORITY} to {MAX_PRIORITY}")

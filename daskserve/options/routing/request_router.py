@@ -60,7 +60,7 @@ class RequestRouterConfig(Options):
     )
     request_router_kwargs: Annotated[dict[str, Any], Masked(masked)] = Field(
         default_factory=dict,
-        description="Keyword arguments of the router's ``initialize_state``; values that JSON has.",
+        description="Keyword arguments of the router's ``initialize_state``, as JSON values.",
     )
     session: SessionPart = Field(
         "header:X-Session-Id",
@@ -71,7 +71,7 @@ class RequestRouterConfig(Options):
         10,
         gt=0,
         description="How often ``record_routing_stats`` of the user's class is called, in seconds; not more "
-        "often than the replica's health is asked for. For replicas that start.",
+        "often than health checks. A change applies to replicas that start later.",
     )
     request_routing_stats_timeout_s: float = Field(
         30, gt=0, description="Timeout of a call of ``record_routing_stats``, in seconds."
@@ -79,10 +79,12 @@ class RequestRouterConfig(Options):
     initial_backoff_s: float = Field(
         0.025,
         gt=0,
-        description="How long a request waits before a router that has named no replica is asked again, in "
-        "seconds. If it has named replicas without room, it is asked again when one has.",
+        description="How long a request waits before a router that has returned no replica is called again, "
+        "in seconds. If it has returned only replicas without room, it is called again when one has room.",
     )
-    backoff_multiplier: float = Field(2, ge=1, description="Factor by which that time grows each time.")
+    backoff_multiplier: float = Field(
+        2, ge=1, description="Factor by which this time grows with each attempt."
+    )
     max_backoff_s: float = Field(0.5, gt=0, description="Maximum of that time, in seconds.")
 
     @field_validator("request_router_class")
@@ -123,7 +125,7 @@ class RequestRouterConfig(Options):
         try:
             text = json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"its values must be ones that JSON has: {error}") from None
+            raise ValueError(f"its values must be JSON values: {error}") from None
         if len(text) > MAX_KWARGS_CHARACTERS:
             raise ValueError(f"it has {len(text)} characters as JSON; {MAX_KWARGS_CHARACTERS} are allowed")
         return value

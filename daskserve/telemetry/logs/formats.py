@@ -86,7 +86,7 @@ def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str
         **_of_tags(tags),
     }
     for name, value in vars(record).items():
-        # Attributes of daskserve that user code has set itself are kept.
+        # If user code has set an attribute with daskserve's name, its value is kept.
         is_set = name in _OURS and value not in (None, "")
         if is_set or (name not in STANDARD and name not in _OURS and name not in found):
             found[name] = value

@@ -1,4 +1,4 @@
-"""The logs of one process: what each replica, proxy and controller logs, and where.
+"""The logs of one process: the settings and destinations of each replica, proxy and controller.
 
 The thread of `daskserve.cluster.worker.log_thread` writes; everything else only adds records and settings.
 """
@@ -61,12 +61,12 @@ class ProcessLogs:
     Attributes
     ----------
     wake : callable
-        Has `drain` called soon, in the thread that writes, with its arguments as ``gone``.
+        Requests a call of `drain` soon, in the thread that writes, with its arguments as ``gone``.
     access : callable
         Takes a line of the access log, in about two microseconds.
     call_handlers : callable or None
-        ``call_handlers(logger, record)`` passes a line of the access log on to the handlers of its logger, if
-        it has any; they get it instead of standard output.
+        ``call_handlers(logger, record)`` passes a line of the access log to the handlers of its logger. If
+        there are handlers, the line does not go to standard output.
     before_end : callable
         Called with the name of an actor that ends, while its settings are known.
     dropped : dict
@@ -184,7 +184,7 @@ class ProcessLogs:
     # ---- called by code that logs
 
     def only_replica(self) -> Tags | None:
-        """Return the tags of the only replica, for threads that user code has started; None if none."""
+        """Return the tags for threads of user code: those of the replica, if the process has only one."""
         found = None
         for each in self._sources.values():
             if each.tags.replica:
@@ -322,7 +322,7 @@ process_logs: ContextVar[ProcessLogs | None] = ContextVar("daskserve_process_log
 
 
 def file_of(settings: LogSettings | None, tags: Tags) -> str | None:
-    """Return the path of the log file of an actor, which exists once it has records; None without files."""
+    """Return the path of an actor's log file, which may not exist yet; None if no files are written."""
     path = _path(settings, tags)
     return None if path is None else str(path)
 
@@ -339,7 +339,7 @@ def _path(settings: LogSettings | None, tags: Tags) -> Path | None:
 
 @lru_cache(1024)
 def _path_in(folder: str, component: str, application: str, owner: str, replica: str, process: int) -> Path:
-    """Return a path, the same object for all lines of a file: creating one takes longer than a line."""
+    """Return a cached path, because creating a path takes longer than formatting a line."""
     parts: tuple[str, ...]
     if replica:
         parts = ("replica", application, owner, replica.rpartition("#")[2])

@@ -21,7 +21,7 @@ from daskserve.common.types import split_deployment_tag
 ACCESS = "daskserve.access"
 #: The key of the published settings of the instance's logs, as the value of ``config``.
 LOGGING = "logging"
-#: The name in the place of a logger for what user code prints.
+#: The logger name of text that user code prints.
 PRINTED = "stdout"
 #: Maximum length of a message and of a traceback that is kept in memory.
 MAX_TEXT = 8192
@@ -71,7 +71,7 @@ class Tags(NamedTuple):
 
 
 class Entry:
-    """A log record that is kept."""
+    """A log record kept in memory."""
 
     #: The number of records in this entry.
     count = 1
@@ -253,10 +253,10 @@ _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 def message_text(msg: Any, args: Any) -> str:
-    """Return the message of a record; one that cannot be made says so."""
+    """Return the message of a record, or a note that the message cannot be formatted."""
     try:
         return str(msg) % args if args else str(msg)
-    except Exception as error:  # of the arguments, which do not fit the message, or of the message itself
+    except Exception as error:  # raised by arguments that do not fit the message, or by the message itself
         kind = type(error).__name__
         is_text = type(msg) is str
         return (

@@ -18,8 +18,8 @@ from daskserve.telemetry.logs.records import Access, AccessLine, Entry, Plain, T
 MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
 #: The size of an entry without its text.
 _OVERHEAD = 400
-#: How many lines of the access log make one entry: few enough that the ring has room for several entries even
-#: of lines of maximum length.
+#: Number of lines of the access log per entry, so small that the ring has room for several entries of the
+#: longest lines.
 _LINES = 64
 
 
@@ -30,17 +30,17 @@ class Query:
     Attributes
     ----------
     after : dict
-        The number of the last record that is known, by source; a source that it does not name has all.
+        The number of the last known record of each source; all records of other sources are selected.
     since : float or None
-        Only those made since then, in seconds since the epoch.
+        Select only records created since this time, in seconds since the epoch.
     level : str
         The lowest level.
     grep : str
         A text that the message or the traceback contains.
     limit : int
-        How many at most; the newest, or with ``after`` the oldest.
+        Maximum number of records; the newest are selected, or the oldest if ``after`` is given.
     instance : str
-        Those of other instances are left out, but not those that belong to none.
+        Select only records of this instance and records that belong to no instance.
     """
 
     application: str | None = None
@@ -124,7 +124,7 @@ class Ring:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._count = self._bytes = 0
         # Reentrant, because a destructor may log within `_append`. Numbers are assigned under the lock, so
-        # that a reader of one number has not missed a lower one.
+        # that records appear in the order of their numbers.
         self._lock = threading.RLock()
         #: The number of the next record, higher than those of an earlier process at this address.
         self._number = int(time_of_day() * 1e6)
@@ -150,7 +150,7 @@ class Ring:
             self._trim()
 
     def add_traceback(self, entry: Entry, text: str) -> None:
-        """Keep the traceback of a record that was not formatted before."""
+        """Format the traceback of a record that was kept without its text, and keep it."""
         with self._lock:
             more = len(text) - len(entry.exception)
             entry.exception = text

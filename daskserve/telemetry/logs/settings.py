@@ -60,7 +60,7 @@ _NAMES = frozenset(each.name for each in fields(LogSettings) if each.init)
 
 
 def merged(*layers: Mapping[str, Any] | None) -> LogSettings | None:
-    """Return settings from the fields that are set; later layers override earlier ones. None without any."""
+    """Return settings from layers of fields, where later layers override earlier ones; None for no layers."""
     given = [each for each in layers if each is not None]
     if not given:
         return None

@@ -46,7 +46,7 @@ class StreamSink:
             text = "\n".join((*lines, ""))
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
-        except (OSError, ValueError):  # full, closed, or its reader has ended
+        except (OSError, ValueError):  # the stream is full or closed, or its reader has ended
             self.lost += len(lines)
 
     def close(self) -> None:

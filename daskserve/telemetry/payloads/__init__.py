@@ -1,1 +1,1 @@
-"""Bodies of requests and answers, written to a user's sink."""
+"""Bodies of requests and responses, written to a user's sink."""

@@ -1,7 +1,6 @@
-"""One sampled request, and its events as CloudEvents: one line for its body, one for its answer's.
+"""One sampled request as CloudEvents: one line for its body, and one for the body of its response.
 
-The loop of the replica only keeps bytes (`Sample`). The thread that writes creates the events from these
-bytes.
+The loop of the replica only keeps bytes (`Sample`). The writing thread creates the events from these bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from daskserve.common.types import WHOLE_RESPONSE, Message, Payload
 
 #: The types of the first and the second event of a request.
 REQUEST, RESPONSE = "daskserve.request", "daskserve.response"
-#: The status of a request whose caller left before its answer, and of one whose time was over.
+#: The status of a request whose caller disconnected, and of one whose deadline passed.
 CALLER_GONE, TOO_LATE = 499, 408
 #: The content type of the arguments and results of Python calls.
 JSON = "application/json"
@@ -37,7 +36,7 @@ class Body:
         self.size = 0
 
     def add(self, part: Any) -> None:
-        """Keep a part of the body, as far as there is room."""
+        """Keep as much of a part of the body as there is room for."""
         found = part.encode("utf-8", "replace") if isinstance(part, str) else part
         self.size += len(found)
         if self.left > 0:
@@ -48,7 +47,7 @@ class Body:
     def add_payload(self, payload: Any) -> None:
         """Keep a copy of a pickled value, if there is room, because its buffers may be reused."""
         if not isinstance(payload, Payload):
-            return  # a large result that has stayed in the replica's process
+            return  # a large result stays in the replica's process
         size = payload.nbytes
         self.size += size
         if size > self.left:
@@ -60,13 +59,13 @@ class Body:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body is kept."""
+        """Whether the kept body is complete."""
         return self.size <= len(self.data) + sum(each.nbytes for each in self.payloads)
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request and its answer, recorded as they pass; on the loop of the replica."""
+    """One request and its response, recorded on the loop of the replica while they pass through it."""
 
     time: float
     max_bytes: int
@@ -83,14 +82,14 @@ class Sample:
         self.request, self.response = Body(self.max_bytes), Body(self.max_bytes)
 
     def received(self, message: Message) -> None:
-        """Keep what a client sent."""
+        """Keep an incoming message of the client."""
         if message["type"] == "http.request":
             self.request.add(message.get("body", b""))
         elif message["type"] == "websocket.receive":
             self.request.add(message.get("bytes") or message.get("text") or b"")
 
     def sent(self, message: Message) -> None:
-        """Keep what the replica answered."""
+        """Keep an outgoing message of the replica."""
         # A WebSocket that is refused gets an HTTP response.
         kind = message["type"].removeprefix("websocket.http.").removeprefix("http.")
         if kind in ("response.start", WHOLE_RESPONSE):
@@ -106,11 +105,11 @@ class Sample:
         elif kind == "websocket.accept":
             self.status = 101
         elif kind == "websocket.close":
-            self.status = self.status or 403  # it was not accepted
+            self.status = self.status or 403  # the WebSocket was not accepted
 
     @property
     def nbytes(self) -> int:
-        """The approximate memory that the sample takes."""
+        """The approximate size of the sample in memory."""
         bodies = (self.request, self.response)
         return 2000 + sum(len(each.data) + sum(one.nbytes for one in each.payloads) for each in bodies)
 
@@ -126,7 +125,7 @@ class Origin:
 
 
 def events_of(sample: Sample, origin: Origin, mode: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of a request, which have the attributes of CloudEvents 1.0 and those of daskserve."""
+    """Yield the events of a request, with the attributes of CloudEvents 1.0 and daskserve's own."""
     head = sample.head
     ours = head.get("extensions", {}).get("daskserve", {})
     request_id = str(ours.get("request_id") or head.get("request_id") or "")
@@ -143,7 +142,7 @@ def events_of(sample: Sample, origin: Origin, mode: str) -> Iterator[dict[str, A
         "method": method,
     }
     if sample.kind != "call":
-        # The query is left out, because it may contain a token, and so are the headers.
+        # The query and the headers are left out, because they may contain a token.
         common |= {"path": head.get("path", ""), "route": ours.get("route", "")}
     if mode != "response":
         kind = JSON if sample.kind == "call" else _content_type(head.get("headers", ()))

@@ -68,11 +68,11 @@ class PayloadWriter:
     Parameters
     ----------
     open_sink : callable
-        Returns how files are written; called in the thread.
+        Returns a function that writes a file; called in the thread.
     load_redact : callable
         Returns the user's function, or None if there is none; called in the thread.
     masked : callable
-        Returns the text of an error without secrets.
+        Removes secrets from the text of an error.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PayloadWriter:
             self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Write the waiting samples, for a limited time, and end. This blocks."""
+        """Write the waiting samples for a limited time, then end; this blocks."""
         self._is_closing.set()
         if self._thread is None:
             return
@@ -190,7 +190,7 @@ class PayloadWriter:
                 found = event if self._redact is None else self._redact(event)
                 if found is not None:
                     lines.append(line_of(dict(found)))
-        except BaseException as error:  # even SystemExit in user code, which must not end the thread
+        except BaseException as error:  # even SystemExit in user code must not end the thread
             # Raised by the user's function, or by a value that cannot be unpickled or shown. The error's text
             # might quote values that must not be written.
             what = "events" if self._redact is None and self._is_redact_loaded else "redact"

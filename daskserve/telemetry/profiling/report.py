@@ -37,7 +37,7 @@ def size(count: float) -> str:
 
 
 def summary(profile: Mapping[str, Any]) -> str:
-    """Return one sentence about a profile."""
+    """Return a summary of a profile in one sentence."""
     if "memory" in profile:
         memory = profile["memory"]
         since = "since tracemalloc is on" if memory["was_on"] else f"within {shown(profile['seconds'])} s"

@@ -46,7 +46,7 @@ class CodeThread:
     Attributes
     ----------
     label : str
-        What the thread is for; samples of threads with the same label are added up.
+        The purpose of the thread; samples of threads with the same label are added up.
     native_id : int or None
         Its number in the operating system.
     """

@@ -39,7 +39,7 @@ def stacks_of_threads(
 
 
 def stacks_of_tasks(loop: asyncio.AbstractEventLoop) -> tuple[list[dict[str, Any]], int]:
-    """Return the tasks of an event loop that wait in user code, and how many more there are.
+    """Return the tasks of an event loop that wait in user code, and the number of those not listed.
 
     If this is called from another thread, the loop keeps running, so a stack may mix two moments.
     """

@@ -1,4 +1,4 @@
-"""Spans of calls that are answered together: one for each call, and one for their batch.
+"""Spans of batched calls: one for each call, and one for their batch.
 
 The span of a batch belongs to the trace of its first sampled call, and has links to the spans of all calls.
 """
@@ -29,7 +29,7 @@ def recorded_span() -> RecordedSpan | None:
 def span_of_item(
     name: str, above: RecordedSpan | None = None, waiting: Callable[[], int] | None = None
 ) -> RecordedSpan | None:
-    """Begin the span of one call, under a span or the current one; None if that is not recorded.
+    """Begin the span of one call, below a span or the current one; None if the parent is not recorded.
 
     ``waiting`` returns how many calls are already waiting for their batch.
     """
@@ -45,7 +45,8 @@ def span_of_item(
 class SpansOfBatch:
     """The spans of a batch and of its calls, for a block in which the batch runs.
 
-    The batch runs in the context of the call that has started it, and leaves the trace of that call.
+    User code of the batch runs in the context of the call that started it, but outside the trace of that
+    call.
     """
 
     __slots__ = ("_batch", "_kind", "_name", "_size", "_spans")
@@ -80,7 +81,7 @@ class SpansOfBatch:
                 each.add_link(batch.get_span_context())
 
     def enter(self) -> None:
-        """Make the batch the current span, or leave a trace that is not its own."""
+        """Make the span of the batch current, or leave the trace of the call that started the batch."""
         from daskserve.telemetry.tracing.context import enter, is_empty
 
         if self._batch is not None or not is_empty():
@@ -118,8 +119,8 @@ class SpansOfBatch:
 class SpansOfSteps:
     """The spans of the steps of a continuous batch: one for all consecutive steps with the same calls.
 
-    A span for each step would be thousands for one call. User code runs within these spans, in the context
-    in which they begin.
+    With a span for each step, one call could have thousands of spans. User code runs within these spans, in
+    the context in which they begin.
     """
 
     __slots__ = ("_batch", "_calls", "_name", "_steps")

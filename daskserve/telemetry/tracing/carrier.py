@@ -1,8 +1,8 @@
 """The trace context of a request, as in W3C headers and as sent between processes.
 
-It is a short list of text, under a key of the request's head: ``traceparent``, ``tracestate`` and
-``baggage``, as in https://www.w3.org/TR/trace-context/ and https://www.w3.org/TR/baggage/. A request without
-a trace has no such key. This module needs no OpenTelemetry.
+It is a short list of texts in the request's head: ``traceparent``, ``tracestate`` and ``baggage``, as in
+https://www.w3.org/TR/trace-context/ and https://www.w3.org/TR/baggage/. A request without a trace has no such
+key. This module needs no OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-#: The key of a request's head, for a call and for HTTP.
+#: The key of the trace context in a request's head, for a call and for HTTP.
 TRACE: Final = "daskserve.trace"
 #: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", START]``, with its start time in
 #: nanoseconds.
 Carrier: TypeAlias = Sequence[str]
 #: The length of a ``traceparent``.
 LENGTH = 55
-#: In place of a ``traceparent`` in calls of a program that records no spans: the replica begins the trace.
+#: Replaces the ``traceparent`` in calls of a program that records no spans; the replica then begins the
+#: trace.
 NEW: Final = "new"
 
 TRACEPARENT = b"traceparent"
@@ -26,7 +27,7 @@ TRACESTATE = b"tracestate"
 BAGGAGE = b"baggage"
 #: The headers that the ingress reads.
 TRACE_HEADERS = frozenset((TRACEPARENT, TRACESTATE, BAGGAGE))
-#: More is dropped, because the value is sent with each call that a client's request causes.
+#: A longer value is cut, because it is sent with each call that a client's request causes.
 MAX_TRACESTATE_BYTES = 512
 MAX_BAGGAGE_BYTES = 8192
 #: Maximum number of members of each.
@@ -96,7 +97,7 @@ def trace_head(trace_id: int) -> str:
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:
     """Return the trace context of a request's headers; None if there is none.
 
-    Values that are not valid count as absent: an answer does not depend on them.
+    Invalid values count as absent, so that they never fail a request.
     """
     found: dict[bytes, list[str]] = {}
     for name, value in headers:

@@ -74,13 +74,13 @@ def is_empty() -> bool:
 
 
 def carrier_of(span: Span, baggage_text: str) -> Carrier:
-    """Return the trace context of requests that a span causes."""
+    """Return the trace context for the requests that are made within a span."""
     parent, state = _parent_of(span)
     return [traceparent(parent), state, baggage_text]
 
 
 def program_span(carrier: Carrier, name: str, attributes: Mapping[str, Any], kind: SpanKind) -> Span | None:
-    """Begin a span of a program that has set up OpenTelemetry itself; None in other programs."""
+    """Begin a span with the tracer that the program has set up; None if it has set up none."""
     provider = trace.get_tracer_provider()
     parent = parent_in(carrier)
     if isinstance(provider, trace.ProxyTracerProvider) or not parent.is_sampled:

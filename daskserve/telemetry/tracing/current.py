@@ -1,4 +1,4 @@
-"""The trace of the current code. Costs next to nothing in a process that does not use OpenTelemetry."""
+"""The trace of the current code; nearly free in a process that does not use OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def current_trace_id() -> str:
 
 
 def loaded(name: str, attribute: str) -> Any:
-    """Return a module that has an attribute; None also while another thread imports the module."""
+    """Return an imported module once it has an attribute; None if it is absent or still being imported."""
     module = sys.modules.get(name)
     return module if hasattr(module, attribute) else None
 

@@ -21,7 +21,7 @@ def enable(
     Parameters
     ----------
     context : ActorContext
-        That of an actor of the instance.
+        The context of an actor of the instance.
     call_imported, post_of : callable
         See `daskserve.telemetry.tracing.export.open_export`.
     """
@@ -34,7 +34,7 @@ def enable(
         resource = {"service.name": instance, "process.pid": os.getpid(), "daskserve.worker": context.worker}
         found = shared[KEY] = Tracing(instance, config, resource, call_imported, post_of)
         found.start()
-        # The requests need these, too, and none should wait for an import.
+        # Requests need these modules, too, and no request should wait for an import.
         import_module("daskserve.telemetry.tracing.routing")
         from daskserve.telemetry.tracing.user import watch_user_spans
 

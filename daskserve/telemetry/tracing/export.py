@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from daskserve.telemetry.tracing.span import RecordedSpan
 
 CallImported: TypeAlias = Callable[[str, str], Any]
-#: Returns what sends an encoded body for an exporter: see `daskserve.internals.otlp_exporter.post_of`.
+#: Returns a function that sends an encoded body for an exporter: see
+#: `daskserve.internals.otlp_exporter.post_of`.
 PostOf: TypeAlias = Callable[[Any], Callable[[bytes], bool] | None]
 
-#: The name of an exporter in ``OTEL_TRACES_EXPORTER`` -> its entry point, by protocol for OTLP.
+#: The entry point of the OTLP exporter, by protocol.
 _OTLP: Mapping[str, str] = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-#: As the SDK's processor has them, unless variables say otherwise.
+#: The defaults of the SDK's processor; OpenTelemetry's environment variables override them.
 QUEUE_SIZE, BATCH_SIZE, DELAY_MS = 2048, 512, 5000
 
 logger = logging.getLogger("daskserve.tracing")
@@ -41,16 +42,17 @@ logger = logging.getLogger("daskserve.tracing")
 class Batches:
     """The queue of an exporter, and the thread that exports it in batches.
 
-    It does what the SDK's own processor does, by the same variables, and counts what that drops silently.
+    It works like the SDK's own batch processor and reads the same environment variables. In addition, it
+    counts dropped spans.
 
     Parameters
     ----------
     form : callable
-        Returns a span as it waits: bytes take a fifth of the memory.
+        Converts a span to the form in which it waits; bytes take a fifth of a span's memory.
     send : callable
-        Exports spans in this form, and returns whether that has succeeded.
+        Exports spans in this form, and returns whether the export succeeded.
     shutdown : callable
-        Ends the exporter, and its repetitions.
+        Ends the exporter and its retries.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Batches:
         self._thread.start()
 
     def put(self, spans: Sequence[RecordedSpan]) -> None:
-        """Export spans later; drop those that the queue has no room for."""
+        """Add spans to the queue; drop those for which it has no room."""
         room = max(0, self._max_queue - len(self._queue))
         for span in spans[:room]:
             try:
@@ -87,7 +89,8 @@ class Batches:
             self._wakes.set()
 
     def _work(self) -> None:
-        # A trace that is not sampled. Otherwise libraries that trace HTTP would make a span of each export.
+        # The export runs in a trace that is not sampled. Otherwise, libraries that trace HTTP would record a
+        # span for each export.
         nothing = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
         context.attach(trace.set_span_in_context(nothing))
         while True:
@@ -111,12 +114,12 @@ class Batches:
             self.failed += len(spans)
 
     def close(self) -> None:
-        """Begin to export what is left."""
+        """Begin to export the remaining spans."""
         self._is_closing = True
         self._wakes.set()
 
     def join(self, deadline: float) -> None:
-        """Wait until all is exported, and end the exporter."""
+        """Wait until all spans are exported, then end the exporter."""
         self._thread.join(max(0.0, deadline - stopwatch()))
         self._shutdown()
 
@@ -135,26 +138,26 @@ class Export:
 
     @property
     def is_used(self) -> bool:
-        """Whether spans go anywhere."""
+        """Whether there is an exporter or a processor."""
         return bool(self.batches or self.processors)
 
     @property
     def exported(self) -> int:
-        """Spans that an exporter has delivered."""
+        """The number of spans that an exporter has delivered."""
         return sum(each.exported for each in self.batches)
 
     @property
     def failed(self) -> int:
-        """Spans that an exporter could not deliver."""
+        """The number of spans that an exporter could not deliver."""
         return sum(each.failed for each in self.batches)
 
     @property
     def dropped(self) -> int:
-        """Spans that an exporter had no room for, or that a processor did not take."""
+        """The number of spans that did not fit in an exporter's queue, or that a processor rejected."""
         return self._dropped + sum(each.dropped for each in self.batches)
 
     def readable_of(self, span: RecordedSpan) -> ReadableSpan:
-        """Return a span as one of the SDK."""
+        """Return a span as a span of the SDK."""
         return readable_of(span, self._resource, self._scope)
 
     def add(self, exporter: SpanExporter) -> None:
@@ -186,12 +189,12 @@ class Export:
             for span in spans:
                 try:
                     processor.on_end(self.readable_of(span))
-                except Exception as error:  # a processor is the user's
+                except Exception as error:  # a user's processor may raise anything
                     self._dropped += 1
                     self._errors.log(error, "A span could not be processed")
 
     def close(self, timeout_s: float) -> None:
-        """Export what is left, and close the exporters."""
+        """Export the remaining spans, and close the exporters."""
         deadline = stopwatch() + timeout_s
         for batches in self.batches:
             batches.close()
@@ -203,12 +206,12 @@ class Export:
         for close in closing:
             try:
                 close()
-            except Exception as error:  # one that fails keeps no other from its end
+            except Exception as error:  # close the others even if one fails
                 self._errors.log(error, "The exporter of traces could not be closed")
 
 
 def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
-    """Return a recorded span as one of the SDK."""
+    """Return a recorded span as a span of the SDK."""
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.trace import SpanContext, Status, TraceFlags
 
@@ -238,13 +241,14 @@ def open_export(
     Parameters
     ----------
     described : mapping
-        What the spans say of the process.
+        The attributes of the process that all spans share.
     path : str
-        The import path of a function that returns processors or exporters; empty: the standard ones.
+        The import path of a function that returns processors or exporters; if empty, the standard exporters
+        are used.
     call_imported : callable
-        ``call_imported(path, option)`` returns what the function of an import path returns.
+        ``call_imported(path, option)`` calls the function of an import path and returns its result.
     post_of : callable
-        Returns what sends the bodies of an exporter; None for those that take spans.
+        Returns a function that sends encoded bodies for an exporter; None for exporters that take spans.
 
     Raises
     ------
@@ -262,7 +266,7 @@ def open_export(
 
     from daskserve._version import __version__
 
-    # The variables of OpenTelemetry win over our own names.
+    # OpenTelemetry's environment variables override the defaults here.
     own = {name: value for name, value in described.items() if value not in (None, "")}
     if settings.process_variables().get("OTEL_SERVICE_NAME"):
         own.pop("service.name", None)
@@ -304,8 +308,8 @@ def _exporter(name: str, variables: Mapping[str, str]) -> SpanExporter:
         made: SpanExporter = point.load()()
         return made
     raise ImportError(
-        f"There is no exporter of traces {name!r} on this worker. pip install 'daskserve[tracing]' has that "
-        "of OTLP by HTTP; OTEL_TRACES_EXPORTER names another one"
+        f"The trace exporter {name!r} is not installed on this worker; pip install 'daskserve[tracing]' for "
+        "OTLP over HTTP, or name another exporter in OTEL_TRACES_EXPORTER"
     )
 
 

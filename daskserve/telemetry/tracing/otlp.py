@@ -1,7 +1,8 @@
-"""Batches of spans as OTLP's protobuf, without an object for each value, which is ten times as fast.
+"""Encodes batches of spans as OTLP's protobuf, ten times as fast as OpenTelemetry's own encoder.
 
 See https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/trace/v1/trace.proto.
-Spans with events, links or lists among their attributes are few; OpenTelemetry's own encoder takes them.
+It creates no object for each value. Spans with events, links or lists in their attributes are rare, so they
+are left to OpenTelemetry's encoder.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import StatusCode
 
-#: How many keys with the length of their text, and numbers with their keys are kept encoded.
+#: Sizes of the two caches of encoded attributes: keys with the length of their text, and keys with their
+#: number.
 MAX_KEPT = 4096
-#: The numbers of fields of text or messages, with the wire type 2.
+#: The numbers of fields that are texts or messages, with the wire type 2.
 _STATE, _NAME, _ATTRIBUTE, _STATUS, _SPAN = b"\x1a", b"\x2a", b"\x4a", b"\x7a", b"\x12"
 _KIND = 0x30
 #: The fields of fixed length, each after its number: flags, start and end, the ids of the trace and the span.
 _ROOT = struct.Struct("<HIBQBQ H16s H8s")
-#: And that of the span above.
+#: The same fields followed by the id of the parent span.
 _BELOW = struct.Struct("<HIBQBQ H16s H8s H8s")
 _FLAGS, _START, _END, _TRACE_ID, _SPAN_ID, _PARENT = 0x0185, 0x39, 0x41, 0x100A, 0x0812, 0x0822
-#: Flags: it is known whether the parent is in another process; the parent may be in another process.
+#: Flags: whether it is known where the parent is, and whether the parent may be in another process.
 _KNOWN, _REMOTE = 0x100, 0x300
 _DOUBLE = struct.Struct("<Bd")
 _INT64 = 1 << 63
@@ -40,9 +42,9 @@ class SpanEncoder:
     Parameters
     ----------
     readable_of : callable
-        Returns a span as one of OpenTelemetry's SDK, for its encoder.
+        Converts a span to a span of OpenTelemetry's SDK, for the SDK's encoder.
     example : ReadableSpan
-        One with the resource and the scope that all spans share.
+        A span with the resource and the scope that all spans share.
     """
 
     def __init__(self, readable_of: Callable[[RecordedSpan], ReadableSpan], example: ReadableSpan) -> None:
@@ -60,14 +62,14 @@ class SpanEncoder:
         self._resource = found.SerializeToString()
 
     def body(self, spans: Sequence[bytes]) -> bytes:
-        """Return the body of a request to a collector, with spans that `span` has returned."""
+        """Return the body of a request to a collector from spans that `span` has encoded."""
         return _field(b"\x0a", self._resource + _field(b"\x12", self._scope + b"".join(spans)))
 
     def span(self, span: RecordedSpan) -> bytes:
-        """Return a span as part of a body."""
+        """Return a span, encoded as part of a body."""
         encoded = self._span(span)
         length = len(encoded)
-        if 127 < length < 1 << 14:  # as most
+        if 127 < length < 1 << 14:  # true for most spans
             return b"\x12%c%c%b" % (length & 0x7F | 0x80, length >> 7, encoded)
         return _field(_SPAN, encoded)
 
@@ -102,7 +104,7 @@ class SpanEncoder:
     def _odd(self, span: RecordedSpan) -> bytes:
         try:
             found = self._encode_spans([self._readable_of(span)])
-        except Exception:  # user code may have put anything into it, which costs the others nothing
+        except Exception:  # a value from user code may be invalid; the other spans are not affected
             return self._span(span, is_plain=True)
         encoded: bytes = found.resource_spans[0].scope_spans[0].spans[0].SerializeToString()
         return encoded
@@ -143,7 +145,7 @@ def _encode(template: SpanTemplate) -> bytes:
 
 
 def _before(key: str, length: int) -> bytes:
-    """Return the bytes before an attribute's text. The text often differs from span to span."""
+    """Return the bytes before an attribute's text; they are cached, because only the text varies."""
     value = b"\x0a" + _varint(length)
     found = _text(b"\x0a", key) + b"\x12" + _varint(len(value) + length) + value
     return _ATTRIBUTE + _varint(len(found) + length) + found
@@ -156,7 +158,7 @@ def _attribute(key: str, value: Any, kind: type) -> bytes:
     elif kind is bool:
         encoded = b"\x10\x01" if value else b"\x10\x00"
     elif kind is int:
-        # Greater numbers have no place in OTLP.
+        # OTLP has no larger integers.
         number = min(max(value, -_INT64), _INT64 - 1)
         encoded = b"\x18" + _varint(number & (2 * _INT64 - 1))
     else:

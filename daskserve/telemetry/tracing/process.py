@@ -1,12 +1,12 @@
 """The spans of one instance in one process: which requests are sampled, and where their spans go.
 
-A request only makes plain records. A thread turns them into spans of OpenTelemetry's SDK and passes them to
-its processors, which export them in batches. So neither the import of an exporter nor a collector that is
-away, slow or full delays a request. Spans beyond `MAX_PENDING` are dropped, and counted.
+A request creates only plain records. A thread turns them into spans of OpenTelemetry's SDK and passes them to
+processors, which export them in batches. So no request waits for the import of an exporter, or for a
+collector that is unreachable, slow or full. Spans beyond `MAX_PENDING` are dropped, and counted.
 
-In a busy process, the objects of a request have left the processor's caches when the thread reads them, and
-their memory is not free for the next requests. So the code that ends a span also encodes some ended spans,
-unless this would call user code or the SDK's slow encoder. The bytes wait for the thread of the exporter.
+In a busy process, a span has left the processor's caches by the time the thread reads it, and until then it
+occupies memory. Therefore, the code that ends a span also encodes some ended spans, unless this would call
+user code or the SDK's slow encoder. The encoded bytes wait for the exporter's thread.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.tracing")
 
-#: How long the thread lets spans gather. Waiting spans take memory that does not fit into the caches.
+#: How long the thread lets spans accumulate. A longer time would need more memory than fits into the
+#: processor's caches.
 GATHER_S = 0.1
-#: Maximum number of spans that wait because only the thread encodes them.
+#: Maximum number of waiting spans that only the thread may encode.
 MAX_SLOW = 2048
-#: How long the last spans may take when the instance ends.
+#: Time limit for the export of the last spans when the instance ends.
 FLUSH_S = 5.0
-#: The key of `Tracing` among what the parts of an instance share in a process.
+#: The key of `Tracing` among the objects that the parts of an instance share in a process.
 KEY = "tracing"
 
 
 class Tracing:
-    """Makes and keeps the spans of an instance in this process.
+    """Creates the spans of an instance in this process, and keeps them until they are exported.
 
     Parameters
     ----------
     config : mapping
         The values of `daskserve.options.tracing.TracingConfig`.
     resource : mapping
-        What the spans say of the process.
+        The attributes of the process that all spans share.
     call_imported, post_of : callable
         See `daskserve.telemetry.tracing.export.open_export`.
     """
@@ -61,7 +62,7 @@ class Tracing:
         call_imported: Callable[[str, str], Any],
         post_of: Callable[[Any], Callable[[bytes], bool] | None],
     ) -> None:
-        from opentelemetry.trace import SpanKind  # takes long to import
+        from opentelemetry.trace import SpanKind  # slow to import
 
         from daskserve.telemetry.tracing.span import RecordedSpan, SpanQueue
 
@@ -93,14 +94,14 @@ class Tracing:
         PROCESS.add(self)
 
     def close(self) -> None:
-        """Export what is left, in the background; later spans are dropped. Idempotent."""
+        """Export the remaining spans in the background; later spans are dropped. Idempotent."""
         self.queue.is_closed = True
         self._closing.set()
         self._wakes.set()
         PROCESS.remove(self)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until `close` has exported what was left."""
+        """Wait until `close` has exported the remaining spans."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -117,7 +118,7 @@ class Tracing:
         attributes: dict[str, Any] | None,
         tracestate: str = "",
     ) -> RecordedSpan:
-        """Begin a span with these attributes; without a parent, it is the first one of a new trace."""
+        """Begin a span with these attributes; without a parent, it begins a new trace."""
         trace = trace_head(parent.trace_id or self.queue.bits(128) | 1)
         found = self.begin(SpanTemplate(name, self._internal_kind), trace, parent.span_id)
         if attributes is not None:
@@ -127,7 +128,7 @@ class Tracing:
         return found
 
     def under(self, carrier: Carrier, name: str, own: dict[str, Any] | None = None) -> RecordedSpan | None:
-        """Begin a span under the one in a carrier; None if its trace is not sampled."""
+        """Begin a child of the span in a carrier; None if its trace is not sampled."""
         if carrier and carrier[0] == NEW:
             found = self.span(name, NO_PARENT, own)
             found.start_ns = int(carrier[3])
@@ -203,11 +204,11 @@ class _Passing:
 
     @property
     def count(self) -> int:
-        """How many spans were passed on, or wait for that."""
+        """The number of spans that were passed on or wait to be."""
         return self._passed + len(self._pending) + len(self._slow)
 
     def some(self, export: Export) -> int:
-        """Pass on those that are encoded quickly, unless another thread does; return how many are dropped."""
+        """Pass on quickly encoded spans, unless another thread does; return how many are dropped."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
@@ -223,7 +224,7 @@ class _Passing:
             self._lock.release()
 
     def all(self, export: Export | None) -> int:
-        """Pass all on; return how many are dropped."""
+        """Pass on all spans; return how many are dropped."""
         with self._lock:
             slow, self._slow = self._slow, []
             spans = slow + self._take()
@@ -242,27 +243,27 @@ class _Passing:
                 try:
                     span.complete()
                 except Exception:
-                    logger.exception("A span has less attributes than it should have")
+                    logger.exception("Some attributes of a span could not be computed")
             export.put(spans)
 
 
 def _is_plain(error: Exception) -> bool:
-    """Return whether a message says all, without a traceback."""
+    """Return whether the message of an error is enough, without a traceback."""
     return isinstance(error, ImportError)
 
 
 def tracing_of(shared: Mapping[str, Any]) -> Tracing | None:
-    """Return the tracing of an instance in this process, given what its parts share; None without it."""
+    """Return the tracing of an instance from the objects that its parts share; None if it is not traced."""
     return shared.get(KEY)
 
 
 def disable(shared: Mapping[str, Any], timeout_s: float = 0.0) -> None:
-    """End the traces of an instance in this process, if there are any; idempotent.
+    """End the tracing of an instance in this process; idempotent.
 
     Parameters
     ----------
     timeout_s : float
-        How long to wait for the export of what is left.
+        How long to wait for the export of the remaining spans.
     """
     tracing = tracing_of(shared)
     if tracing is not None:

@@ -1,4 +1,4 @@
-"""The spans of routing: where and why a request waited for a replica, and which replicas refused it."""
+"""The spans of routing: where and why a request waited for a replica, and which replicas rejected it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RoutingSpan:
-    """The span of one request from its router to a replica of a deployment, and back."""
+    """The span of routing one request to a replica of a deployment, until its response ends."""
 
     #: The trace context that the request passes on.
     carrier: Carrier
@@ -33,7 +33,7 @@ class RoutingSpan:
     async def wait(
         self, turn: Awaitable[T], *, waiting: int, ongoing: int, replicas: int, is_known: bool
     ) -> T:
-        """Return what a wait for a free replica returns."""
+        """Await a free replica within a span, and return the result."""
         attributes = {
             "daskserve.step": "queue",
             "daskserve.queue.place": "router",
@@ -58,7 +58,7 @@ class RoutingSpan:
             span.end()
 
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
-        """Note that the request is sent to a replica."""
+        """Record that the request is sent to a replica."""
         self._attempts += 1
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
@@ -69,20 +69,20 @@ class RoutingSpan:
         self._span.set_attribute("daskserve.retries", self._attempts)
 
     def finish(self, error: BaseException | None) -> None:
-        """Note the end of the request."""
+        """Record the end of the request."""
         if error is not None:
             note_failure(self._span, error_type(error))
         self._span.end()
 
 
 class RecordedRoutingSpan(RecordedSpan, RoutingSpan):
-    """The span in a process that serves."""
+    """The span in a process of the instance."""
 
     #: The deployment and the method.
     _called: tuple[str, str | None]
     #: The replica and its worker, once they are known.
     _place: tuple[str, str] | None = None
-    #: Those of all ways of the instance.
+    #: The templates of all routing spans of the instance.
     _templates: SpanTemplates
 
     @property
@@ -106,7 +106,7 @@ class RecordedRoutingSpan(RecordedSpan, RoutingSpan):
 
 
 class ProgramRoutingSpan(RoutingSpan):
-    """The span in a program that has set up OpenTelemetry itself: one of its SDK."""
+    """The span in a program that has set up OpenTelemetry itself; it belongs to the program's SDK."""
 
     _span: Span = None  # type: ignore[assignment]
 
@@ -156,7 +156,7 @@ def start_routing_span(
         return None
     routing_span._called = called
     routing_span._templates = tracing.templates
-    # As `traceparent`, without a call.
+    # The same as `traceparent`, inlined for speed.
     routing_span.carrier = [f"{routing_span.trace}{routing_span.span_id:016x}-01", carrier[1], carrier[2]]
     return routing_span
 

@@ -1,6 +1,6 @@
-"""Spans that cost little: plain records, which become spans of the SDK where they are exported.
+"""Spans as plain records, which are converted to spans of the SDK for export.
 
-A span of OpenTelemetry's SDK takes ten times as long to make, which a request would wait for.
+Creating a span of OpenTelemetry's SDK takes ten times as long, which would delay requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from daskserve.common.error_types import error_type
 from daskserve.telemetry.tracing.carrier import SAMPLED
 from daskserve.telemetry.tracing.templates import SpanTemplate
 
-#: Ended spans that wait for the thread; as many as the SDK's own queue holds.
+#: Maximum number of ended spans that wait for the thread, as in the SDK's own queue.
 MAX_PENDING = 2048
 #: How many spans are exported at once by the thread that ends the last of them.
 BATCH = 128
-#: The SDK's own default limits.
+#: The SDK's default limits.
 MAX_ATTRIBUTES = 128
 MAX_EVENTS = 128
 #: The values of attributes, and the items of their lists.
@@ -40,9 +40,9 @@ class SpanQueue:
     bits : callable
         Returns a random number with the given number of bits.
     wake : callable
-        Has the ended spans exported soon.
+        Requests an export of the ended spans soon.
     export_some : callable
-        Exports ended spans here, if that takes little time.
+        Exports ended spans in the calling thread, if that is quick.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class SpanQueue:
 
 
 class RecordedSpan(Span):
-    """A span of a sampled trace; ``queue.pending`` gets it when it ends, once.
+    """A span of a sampled trace; when it ends, it is added to ``queue.pending`` once.
 
-    Any thread may use it, as any span of OpenTelemetry.
+    Any thread may use it, like every span of OpenTelemetry.
     """
 
     # Few spans change these.
@@ -72,17 +72,17 @@ class RecordedSpan(Span):
     #: ``(name, attributes, time)`` of each event.
     events: Sequence[tuple[str, Mapping[str, Any], int]] = ()
     links: Sequence[Link] = ()
-    #: Attributes of the span alone.
+    #: Attributes that the span does not share with its template.
     own: dict[str, Any] | None = None
-    #: A function and its arguments after the span, which sets what is not known yet: called when the span is
-    #: exported or read, so that no request waits for it.
+    #: A function, called with the span and these arguments, that sets attributes which are costly to compute.
+    #: It runs when the span is exported or read, so that no request waits for it.
     later: tuple[Any, ...] | None = None
     _context: SpanContext | None = None
 
     def __init__(self, queue: SpanQueue, template: SpanTemplate, trace: str, parent_id: int) -> None:
         self.queue = queue
         self.template = template
-        #: The beginning of a ``traceparent``, of all spans of its trace.
+        #: The beginning of a ``traceparent``, which all spans of the trace share.
         self.trace = trace
         #: 0 for the first span of a trace.
         self.parent_id = parent_id
@@ -91,28 +91,28 @@ class RecordedSpan(Span):
 
     @property
     def name(self) -> str:
-        """What the span is about."""
+        """The span's name."""
         return self.template.name
 
     @property
     def trace_id(self) -> int:
-        """The number of its trace."""
+        """The trace id as a number."""
         return int(self.trace[3:35], 16)
 
     @property
     def ids(self) -> str:
-        """The ids of its trace and of the span, as examples of metrics have them."""
+        """The ids of the trace and the span, as exemplars of metrics show them."""
         return f"{self.trace[3:]}{self.span_id:016x}"
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """All attributes."""
+        """All attributes, those of the template included."""
         self.complete()
         return {**self.template.values, **(self.own or {})}
 
     @property
     def traceparent(self) -> str:
-        """The text that makes the span the parent of others."""
+        """The ``traceparent`` that makes the span the parent of others."""
         return f"{self.trace}{self.span_id:016x}-01"
 
     def child(
@@ -121,7 +121,7 @@ class RecordedSpan(Span):
         attributes: dict[str, Any] | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> RecordedSpan:
-        """Begin a span under this one, by a template or a name, with further attributes."""
+        """Begin a child of this span, by a template or a name, with further attributes."""
         template = SpanTemplate(name, kind) if isinstance(name, str) else name
         found = RecordedSpan(self.queue, template, self.trace, self.span_id)
         if attributes is not None:
@@ -131,13 +131,13 @@ class RecordedSpan(Span):
         return found
 
     def complete(self) -> None:
-        """Set what is set `later`, once."""
+        """Set the attributes that `later` computes, once."""
         later, self.later = self.later, None
         if later is not None:
             later[0](self, *later[1:])
 
     def fail(self, kind: str) -> None:
-        """Note that the work of the span has failed; ``kind`` is the value of ``error.type``."""
+        """Record that the work of the span has failed; ``kind`` is the value of ``error.type``."""
         self.set_attribute("error.type", kind)
         self.set_status(StatusCode.ERROR, kind)
 
@@ -214,7 +214,7 @@ class RecordedSpan(Span):
     def end(self, end_time: int | None = None) -> None:
         if not self.end_ns:
             now, began = end_time or wall_ns(), self.start_ns
-            self.end_ns = now if now > began else began  # the clock may have been set
+            self.end_ns = now if now > began else began  # the clock may have been set back
             queue = self.queue
             pending = queue.pending
             if queue.is_closed or len(pending) >= MAX_PENDING:

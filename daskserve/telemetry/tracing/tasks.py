@@ -1,4 +1,4 @@
-"""The trace of the current code, taken into the tasks of Dask that it submits."""
+"""Passes the trace of the current code to the Dask tasks that it submits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def with_trace(function: Any) -> Any:
-    """Return a function that runs in the current trace, on whatever worker; the same without a trace.
+    """Return a function that runs in the current trace on any worker; the same function if there is no trace.
 
-    Coroutine functions and classes are returned as they are, because Dask treats them apart.
+    Coroutine functions and classes are returned unchanged, because Dask treats them differently.
     """
     if "opentelemetry.context" not in sys.modules or not callable(function):
         return function

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-#: How many templates are known at once.
+#: Maximum number of templates in the cache.
 MAX_KNOWN = 1024
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -17,8 +17,8 @@ P = ParamSpec("P")
 class SpanTemplate:
     """The name, the kind and the attributes of many spans. Immutable.
 
-    A span that refers to one costs less time and memory than one that has them itself, and they are encoded
-    once.
+    A span with a template takes less time and memory than a span with its own values, and the values are
+    encoded only once.
     """
 
     __slots__ = ("encoded", "kind", "name", "values")
@@ -44,7 +44,7 @@ class SpanTemplates:
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MAX_KNOWN:
-                self._known.clear()  # spans that refer to them keep them
+                self._known.clear()  # spans that use a template keep a reference to it
             found = self._known[key] = make(key, *args, **kwargs)
         return found
 
@@ -55,13 +55,13 @@ class ReplicaTemplates:
     Parameters
     ----------
     facts : mapping
-        The attributes of all its requests.
+        The attributes of all requests of the replica.
     """
 
     def __init__(self, deployment: str, facts: Mapping[str, Any]) -> None:
         self._deployment = deployment
         self._facts = facts
-        #: Those of requests, by the method of a call or None for HTTP, and those of user code.
+        #: The templates of requests, by the method of a call or None for HTTP, and those of user code.
         self.requests, self.code = SpanTemplates(), SpanTemplates()
 
     def name(self, step: str, method: str | None) -> str:

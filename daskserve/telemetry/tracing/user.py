@@ -1,8 +1,8 @@
 """Spans of user code: the tracers that ``opentelemetry.trace.get_tracer`` returns in the workers.
 
-OpenTelemetry has one global provider for each process, which can be set once. A worker may serve several
-instances one after another. So the provider set here finds the instance when a span begins: the one whose
-request the code answers, otherwise the latest. If the process already has a provider, it stays.
+OpenTelemetry has one global provider per process, which can be set only once, but a worker may serve several
+instances one after another. So this provider chooses the instance when a span begins: the instance of the
+current request, otherwise the latest one. If the process already has a provider, that provider stays.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class UserTracer(Tracer):
         known = above.get_span_context()
         queue = self._provider.queue_of(above)
         if queue is None or not known.is_valid or not known.trace_flags.sampled:
-            # Only requests begin traces: a framework begins a span for each request, sampled or not.
+            # User code cannot begin a trace, because a framework begins a span for each request, even if it
+            # is not sampled.
             return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
         template = self._templates.get((name, kind), self._template)
         span = RecordedSpan(queue, template, trace_head(known.trace_id), known.span_id)
@@ -81,7 +82,8 @@ class UserTracer(Tracer):
 class CurrentSpan(AbstractContextManager[Span]):
     """Begins a span and makes it the current one: within a block, or in each call of a function it decorates.
 
-    The function may be asynchronous, which a decorator of `contextlib` does not wait for.
+    The function may be asynchronous; a decorator of `contextlib` would end the span before such a function
+    ends.
     """
 
     def __init__(self, start: Callable[[], Span], how: tuple[bool, bool, bool]) -> None:
@@ -114,10 +116,10 @@ class CurrentSpan(AbstractContextManager[Span]):
 
 
 class UserTracerProvider(TracerProvider):
-    """The global provider of a worker; it refers weakly to what traces the instances there."""
+    """The global provider of a worker, with weak references to the span queues of its instances."""
 
     def __init__(self) -> None:
-        #: In the order in which they began.
+        #: The queues, in the order in which the instances began.
         self._all: WeakValueDictionary[int, SpanQueue] = WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -137,7 +139,7 @@ class UserTracerProvider(TracerProvider):
             self._all[id(queue)] = queue
 
     def queue_of(self, span: Span) -> SpanQueue | None:
-        """Return what records a span under this one; without one, the latest that is open."""
+        """Return the queue that records children of a span; if it has none, the latest open queue."""
         if isinstance(span, RecordedSpan):
             return span.queue
         with self._lock:
@@ -146,7 +148,7 @@ class UserTracerProvider(TracerProvider):
 
 
 def watch_user_spans(queue: SpanQueue) -> None:
-    """Have the spans of user code exported with those of an instance, unless the process has a provider."""
+    """Export the spans of user code with those of an instance, unless the process has a provider."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):
         provider = UserTracerProvider()

@@ -106,4 +106,4 @@ class ChunkReader:
         if self._trailer_bytes > _MAX_TRAILER_BYTES:
             raise RefusedRequestError("The extensions of a chunk, or the trailers, are too long.")
         if HEADER_LINE.fullmatch(line) is None:
-            raise RefusedRequestError("A trailer is not a name, a colon and a value.")
+            raise RefusedRequestError("A trailer must be a name, a colon, a value and CR LF.")

@@ -103,7 +103,7 @@ def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHe
         raise _too_large(data, limits)
     method, target, version, lines = matched.groups()
     if version not in _VERSIONS:
-        raise RefusedRequestError("This server speaks HTTP/1.1 and HTTP/1.0.", 505, method=_method_of(data))
+        raise RefusedRequestError("This server supports HTTP/1.1 and HTTP/1.0.", 505, method=_method_of(data))
     if (count := lines.count(b"\n")) > limits.max_headers:
         raise RefusedRequestError(
             f"The request has {count} headers; max_headers allows {limits.max_headers}.",
@@ -160,12 +160,12 @@ def _what_is_wrong(data: bytes) -> str:
     first, _, rest = data.partition(b"\n")
     if _HEAD.match(first + b"\n\r\n") is None:
         if first[-1:] != b"\r":
-            return "Each line of a request's head ends with CR LF."
-        return "The request line is not a method in upper case, a target and a version of HTTP."
+            return "Each line of a request's head must end with CR LF."
+        return "The request line must be a method in upper case, a target and a version of HTTP."
     lines = _HEADER_LINES.match(rest)
     assert lines is not None  # it also matches no lines
     number = lines[0].count(b"\n") + 1
-    return f"Header line {number} is not a name, a colon, a value and CR LF."
+    return f"Header line {number} must be a name, a colon, a value and CR LF."
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:
@@ -179,7 +179,7 @@ def check_host(framing: Mapping[str, str], version: str) -> None:
     host = framing.get("Host")
     if host is None:
         if version != "HTTP/1.0":
-            raise RefusedRequestError("A request needs a Host header.")
+            raise RefusedRequestError("A request must have a Host header.")
     elif not _is_host(host):
         raise RefusedRequestError("Host must be one name or address, with or without a port.")
 
@@ -248,7 +248,7 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
     """
     if method == "CONNECT":
         if _AUTHORITY.fullmatch(target) is None:
-            raise RefusedRequestError("The target of CONNECT is a host and a port.")
+            raise RefusedRequestError("The target of CONNECT must be a host and a port.")
     elif target[:1] != "/":
         absolute = _ABSOLUTE.fullmatch(target)
         if absolute is not None:
@@ -260,7 +260,7 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
                 raise RefusedRequestError("The URL in the target of a request and Host name different hosts.")
             target = rest if rest[:1] == "/" else f"/{rest}"
         elif target != "*" or method != "OPTIONS":
-            raise RefusedRequestError("The target of a request is a path or a URL.")
+            raise RefusedRequestError("The target of a request must be a path or a URL.")
     path, _, query = target.partition("?")
     return path, query
 

@@ -86,7 +86,7 @@ class ResponseWriter:
         """
         status = self._start["status"]
         if not 200 <= status <= 999:
-            raise ValueError(f"{status} is not the status of a final response")
+            raise ValueError(f"the status of a response must be from 200 to 999, not {status}")
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status]
         try:
             length = self._read_headers(lines, date)
@@ -116,7 +116,7 @@ class ResponseWriter:
         lines.append(_HEAD_END)
         head = b"\r\n".join(lines)
         if has_stray_control(head, len(lines)):
-            raise ValueError("a response header holds a line break or a null byte")
+            raise ValueError("a response header contains a line break or a null byte")
         return [head, *self.next(body, more_body)]
 
     @property
@@ -158,7 +158,7 @@ class ResponseWriter:
             key = name.lower()
             if key == b"content-length":
                 if not value.isdigit() or (length is not None and length != int(value)):
-                    raise ValueError(f"content-length is {value!r}")
+                    raise ValueError(f"content-length must be one number; a response has {value!r}")
                 length = int(value)
             elif key == b"connection":
                 self.closes = self.closes or b"close" in value.lower()
@@ -237,7 +237,9 @@ def _check_headers(headers: Any) -> None:
     """Raise a `TypeError` that names the first header whose name or value is not bytes, if there is one."""
     for name, value in headers:
         if not isinstance(name, bytes) or not isinstance(value, bytes):
-            raise TypeError(f"the name and the value of a response header are bytes, not {name!r}: {value!r}")
+            raise TypeError(
+                f"the name and the value of a response header must be bytes, not {name!r}: {value!r}"
+            )
 
 
 def _length_line(length: int) -> bytes:
@@ -263,7 +265,7 @@ def as_buffer(body: Any) -> BodyPart:
         return body if body.format == "B" and body.ndim == 1 else body.cast("B")
     if isinstance(body, bytearray):
         return bytes(body)  # the application may change it later
-    raise TypeError(f"a response body consists of bytes, not {type(body).__name__}")
+    raise TypeError(f"a response body must be bytes, not {type(body).__name__}")
 
 
 def plain_text(status: int, text: str) -> tuple[dict[str, Any], bytes]:

@@ -62,14 +62,16 @@ class Response:
         kind = message["type"]
         if kind == "http.response.body":
             if self._start is None or self.is_complete:
-                raise RuntimeError("a response body was sent before its start or after its end")
+                raise RuntimeError(
+                    "a response body was sent before the start of the response or after its end"
+                )
             return self._send_body(message)
         if kind != "http.response.start" and kind != WHOLE_RESPONSE:
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
         if self._start is not None:
             raise RuntimeError("a response was started a second time")
         if not isinstance(message.get("status"), int):
-            raise TypeError(f"the status of a response is a number, not {message.get('status')!r}")
+            raise TypeError(f"the status of a response must be an integer, not {message.get('status')!r}")
         if MATCHED_ROUTE in message:
             self.matched_route = message[MATCHED_ROUTE]
         if kind == WHOLE_RESPONSE:

@@ -187,7 +187,7 @@ class WebSocketConnection:
         )
         self._clock = clock
         self._reader = WebSocketReader(self.inbox, self._parse)
-        self._is_leaving = False
+        self._is_going_away = False
         self._pongs = 0
         self._denial: Message | None = None
         self._sent_bytes_at_ping: int | None = None
@@ -323,8 +323,8 @@ class WebSocketConnection:
     def _begin(self, unread: bytes) -> None:
         self._reader.start(self.stream, self._limits.loop_work.current(), unread)
         self._arm_ping()
-        if self._is_leaving:
-            self.leave()
+        if self._is_going_away:
+            self.go_away()
 
     # ---- the client's side
 
@@ -408,9 +408,9 @@ class WebSocketConnection:
         else:
             self._late.append(function)
 
-    def leave(self) -> None:
+    def go_away(self) -> None:
         """Close the connection with code 1001 once it is open. Idempotent."""
-        self._is_leaving = True
+        self._is_going_away = True
         self.close(*GOING_AWAY)
 
     def fail(self) -> None:
@@ -426,7 +426,7 @@ class WebSocketConnection:
         if self.is_accepted:
             self.close(1000, "")
         elif not self.is_closing and not self.is_gone:
-            log.error("The application of a WebSocket ended without an answer to its handshake")
+            log.error("The application of a WebSocket ended without answering the handshake")
             self.fail()
 
     def finish(self) -> None:
@@ -439,7 +439,7 @@ class WebSocketConnection:
 
     def abort(self) -> None:
         """End the connection at once, with code 1001 if it is open and this can be sent without waiting."""
-        self.leave()
+        self.go_away()
         self._on_lost()
         self.stream.close()
 
@@ -478,4 +478,4 @@ class WebSocketConnection:
 
 def _open_socket(connection: WebSocketConnection) -> OpenSocket:
     # All results for one connection are equal. It keeps none, to avoid a reference cycle.
-    return OpenSocket(connection.receive, connection.send, connection.leave, connection.abort)
+    return OpenSocket(connection.receive, connection.send, connection.go_away, connection.abort)

@@ -81,7 +81,7 @@ def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) ->
     for name, value in offered:
         if name == b"sec-websocket-version" and value != b"13":
             raise BadHandshakeError(
-                f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server speaks version 13.",
+                f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server supports version 13.",
                 426,
                 ((name, b"13"),),
             )
@@ -177,9 +177,9 @@ class WebSocketSession:
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
-    def leave(self) -> None:
+    def go_away(self) -> None:
         """Close the connection with code 1001 once it is open. Idempotent."""
-        self._call(self.connection.leave)
+        self._call(self.connection.go_away)
 
     def close(self) -> None:
         """End the connection at once, with code 1001 if it is open and this can be sent without waiting."""
@@ -235,7 +235,7 @@ class WebSocketSession:
         try:
             await self._app(self._scope, connection.receive, connection.send)
         except asyncio.CancelledError:
-            self._call(connection.leave)
+            self._call(connection.go_away)
             raise
         except Exception as error:
             if connection.is_gone or connection.is_closing:

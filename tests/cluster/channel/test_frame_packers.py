@@ -68,5 +68,5 @@ def test_the_memory_of_a_large_message_is_given_back() -> None:
 
 def test_the_error_says_what_cannot_be_sent() -> None:
     for value, text in ((1 << 64, "a whole number of more than 64 bits"), ({1}, "a set")):
-        with pytest.raises(TypeError, match=f"{text} cannot cross a channel"):
+        with pytest.raises(TypeError, match=f"{text} cannot be sent over a channel"):
             FramePacker().pack([value])

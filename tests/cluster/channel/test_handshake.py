@@ -152,7 +152,7 @@ async def test_a_listener_that_does_not_know_the_secret_is_found_out(
     ):
         near, far = connected()
         await far.send(answer)
-        with pytest.raises(OSError, match="the worker is no worker of this cluster"):
+        with pytest.raises(OSError, match="the worker is not a worker of this cluster"):
             await introduce(near, keyring(SECRET))
         assert len(near.sent) == HELLO_BYTES, "it gets no proof"
     assert "it did not prove that it knows the secret" in caplog.text

@@ -135,7 +135,7 @@ async def test_a_large_answer_stays_until_its_caller_drops_it(
     call.payload = None
     gc.collect()
     await wait_until(lambda: len(kept) == 0)
-    with pytest.raises(UnavailableError, match="is not there any more"):
+    with pytest.raises(UnavailableError, match="no longer has a result to fetch"):
         kept.find(token)
 
 

@@ -155,7 +155,7 @@ async def test_a_message_above_the_maximum_is_not_sent(monkeypatch: pytest.Monke
         ((refused, reason),) = here.refused
         assert (refused, reason) == (
             ("large", whole),
-            "it has more than 2 MiB; send it in parts, or only its place",
+            "it exceeds 2 MiB; send it in parts, or send only its location",
         )
 
 

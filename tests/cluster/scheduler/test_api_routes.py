@@ -355,7 +355,7 @@ async def test_a_configuration_is_put_as_text_with_the_version_that_it_is_based_
     for query, given, body, status, text in (
         ("", {"If_Match": "three"}, b"{}", 400, "must be the ETag"),
         ("?merge=perhaps", {}, b"{}", 400, "merge='perhaps' must be true or false"),
-        ("?mrge=true", {}, b"{}", 400, "no parameter 'mrge' of this request; there are: merge, dry_run"),
+        ("?mrge=true", {}, b"{}", 400, "This request has no parameter 'mrge'; it has: merge, dry_run"),
         ("", {}, b"\xff", 400, "not UTF-8"),
         ("", {}, b" " * (MAX_CONFIG_BYTES + 1), 413, f"more than {MAX_CONFIG_BYTES} bytes"),
     ):

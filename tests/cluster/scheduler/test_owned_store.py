@@ -417,7 +417,7 @@ async def test_of_two_claims_after_one_epoch_one_succeeds(instances: Instances) 
     claims = await asyncio.gather(
         one.claim_epoch(0, "one"), two.claim_epoch(0, "two"), return_exceptions=True
     )
-    assert sorted(map(str, claims)) == ["1", "Epoch 0 is not the newest any more; epoch 1 is."]
+    assert sorted(map(str, claims)) == ["1", "Epoch 0 is no longer the newest; epoch 1 is."]
     winner = "one" if claims[0] == 1 else "two"
     assert await one.newest_claim() == await two.newest_claim() == Claim(1, winner)
     with pytest.raises(StaleEpochError):

@@ -106,7 +106,7 @@ async def test_a_restart_keeps_a_parcel_under_another_name_also_after_the_schedu
         await deploy(here)
     async with scheduler(url) as here:
         here.parcels.without_rows(await here.store.load())
-        with pytest.raises(BadRequestError, match="constructor arguments of c@1 are not at the scheduler"):
+        with pytest.raises(BadRequestError, match="no longer has the constructor arguments of c@1"):
             await here.commit({"code/c@1": b"label"}, {"c@1": "ab" * 32})
         await here.commit(dict(copied), {"b@2": PARCEL.digest})
         await here.commit({"code/b@1": None})

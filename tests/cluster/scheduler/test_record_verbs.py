@@ -33,6 +33,6 @@ async def test_only_the_newest_controller_writes() -> None:
 
 async def test_a_controller_of_another_scheduler_writes_nothing_while_its_instance_comes_back() -> None:
     entry = instance(epoch=0)
-    with pytest.raises(UnavailableError, match="comes back, and has no new controller yet"):
+    with pytest.raises(UnavailableError, match="is recovering and has no new controller yet"):
         await commit(entry, 7)
     assert await entry.store.load() == {}

@@ -89,7 +89,7 @@ def test_pages_of_other_sites_are_refused() -> None:
         guard = SiteGuard(SCHEDULER)
         text = refusal(guard, Host="scheduler:8787", **headers)
         assert text is not None, headers
-        assert text.startswith("Requests of pages of other sites are refused; this one is of"), headers
+        assert text.startswith("Requests of pages of other sites are refused; this one comes from"), headers
         assert guard.refusals == {"site": 1, "host": 0, "body": 0}, headers
 
 

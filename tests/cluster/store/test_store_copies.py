@@ -98,7 +98,7 @@ async def test_a_copy_of_a_busy_file_without_its_log_is_refused_with_the_remedy(
         await commit(store, 1, a=b"1")
         text = await until_refused(path)
         assert "records are missing: later changes were written to its log, which is not there" in text
-        assert "without copy.db-wal? Copy both, or restore a backup" in text
+        assert "without copy.db-wal, copy both, or restore a backup" in text
         for _ in range(3):  # whatever follows
             await commit(store, 1, b=b"2")
             with pytest.raises(StoreIncompleteError):
@@ -201,7 +201,7 @@ async def test_an_empty_file_is_refused_and_stays(path: Path, is_link: bool) -> 
     target.touch()
     if is_link:
         path.symlink_to(target)
-    with pytest.raises(StoreIncompleteError, match="is empty, and no store begins like that"):
+    with pytest.raises(StoreIncompleteError, match="is empty, which a store never is"):
         await found_in(path)
     assert target.stat().st_size == 0
 

@@ -188,7 +188,7 @@ def test_records_beyond_the_limit_are_dropped_and_counted(
     assert held.messages == [
         "first",
         *("number 0", "number 1", "number 2"),
-        "Dropped 7 log records: the handlers of logging are slower than the records",
+        "Dropped 7 log records, because the logging handlers are too slow",
     ]
 
 

@@ -151,7 +151,7 @@ async def test_new_bounds_apply_at_once(stage: Stage) -> None:
 @staged()
 async def test_a_fixed_number_together_with_autoscaling_is_refused(stage: Stage) -> None:
     await stage.create(autoscaling_config=QUICK)
-    with pytest.raises(BadRequestError, match="num_replicas=2 is given together with autoscaling_config"):
+    with pytest.raises(BadRequestError, match="num_replicas=2 cannot be combined with autoscaling_config"):
         await stage.update(num_replicas=2)
 
 

@@ -219,7 +219,7 @@ def test_a_result_that_its_worker_lost_is_an_error(first: serve.Handle, second: 
     assert second.remote(between).result(DEADLINE_S) == LARGE
     kept: Any = between._future.result()
     kept.release()
-    with pytest.raises(UnavailableError, match="is not there any more"):
+    with pytest.raises(UnavailableError, match="no longer has a result"):
         second.remote(between).result(DEADLINE_S)
 
 

@@ -557,7 +557,7 @@ def test_a_request_waits_for_room_for_a_limited_time(monkeypatch: pytest.MonkeyP
         with request:
             await models.get("a")
             request.leave()
-            with pytest.raises(ModelCapacityError, match=r"no room in this replica within 0.02 s.*hold"):
+            with pytest.raises(ModelCapacityError, match=r"no room for model .* within 0.02 s"):
                 await models.get("b")
             request.__enter__()
         await models.get("c")

@@ -164,7 +164,7 @@ def test_all_code_of_a_replica_may_share_one_thread(
 
 
 def test_plain_methods_may_not_block_the_workers_loop() -> None:
-    with pytest.raises(ValueError, match="together with event_loop='worker'"):
+    with pytest.raises(ValueError, match="cannot be combined with event_loop='worker'"):
         serve.config.BackendConfig(run_sync_in_threadpool=False, event_loop="worker")
 
 

@@ -547,7 +547,7 @@ def _no_handler() -> None:
             "the queue itself",
         ),
         (lambda: serve.tasks.TaskSchedule(task="a"), ValueError, "needs cron or every_s"),
-        (lambda: serve.tasks.TaskSchedule(task="a", cron="0 0 31 2 *"), ValueError, "never comes"),
+        (lambda: serve.tasks.TaskSchedule(task="a", cron="0 0 31 2 *"), ValueError, "never occurs"),
         (lambda: serve.tasks.TaskSchedule(task="a", cron="* * * * *", timezone="Mars"), ValueError, "Mars"),
         (lambda: serve.tasks.RedisAdapterConfig(url="http://x"), ValueError, "redis://"),
         (lambda: serve.tasks.SQLiteAdapterConfig(path="a/b"), ValueError, "absolute path"),

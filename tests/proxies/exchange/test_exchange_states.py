@@ -96,7 +96,7 @@ async def test_a_client_is_watched_only_while_the_server_waits_for_it(
     server: HTTPServer, client: MemoryTransport, app: Application
 ) -> None:
     def is_watched() -> bool:
-        return len(server.state.watch) == 1
+        return len(server.state.idle_watch) == 1
 
     client.send(UPLOAD)
     assert is_watched()  # 1. for the body

@@ -174,7 +174,7 @@ def test_a_body_has_its_grace_before_it_is_refused() -> None:
     "state",
     [
         {"wants_body": False},
-        {"wants_body": True, "is_begun": True},  # both sides may take as long as they like
+        {"wants_body": True, "response_started": True},  # both sides may take as long as they like
         {"wants_body": True, "body": SimpleNamespace(received_bytes=10, is_full=True)},
     ],
 )
@@ -198,12 +198,16 @@ def test_the_time_in_which_the_application_does_not_read_counts_for_nothing() ->
 
 
 @each_case(
-    ("is_crowded", "is_whole", "seconds"),
+    ("is_crowded", "response_complete", "seconds"),
     [(False, False, 8), (True, False, 2), (True, True, 8)],  # a whole response holds no slot
 )
-def test_how_long_a_response_may_wait_for_its_client(is_crowded: bool, is_whole: bool, seconds: int) -> None:
+def test_how_long_a_response_may_wait_for_its_client(
+    is_crowded: bool, response_complete: bool, seconds: int
+) -> None:
     watching = Watching(
-        ScriptedExchange(is_begun=True, is_whole=is_whole), is_unread=True, is_crowded=is_crowded
+        ScriptedExchange(response_started=True, response_complete=response_complete),
+        is_unread=True,
+        is_crowded=is_crowded,
     )
     watching.pass_s(seconds)
     assert not watching.is_closed
@@ -212,7 +216,7 @@ def test_how_long_a_response_may_wait_for_its_client(is_crowded: bool, is_whole:
 
 
 def test_a_client_that_reads_slowly_is_left_alone() -> None:
-    watching = Watching(ScriptedExchange(is_begun=True), is_unread=True, is_crowded=True)
+    watching = Watching(ScriptedExchange(response_started=True), is_unread=True, is_crowded=True)
     watching.pass_s(100, sent_bytes=1)
     assert not watching.is_closed
 

@@ -67,7 +67,7 @@ async def outcome(server: HTTPServer, app: Application, data: bytes, *messages: 
     with connect(server) as client:
         client.send(data)
         await settle()
-        found = client.is_over, type(app.raised), len(server.state.tasks), len(server.state.watch)
+        found = client.is_over, type(app.raised), len(server.state.tasks), len(server.state.idle_watch)
     await settle()
     return *parts_of(bytes(client.received)), *found
 

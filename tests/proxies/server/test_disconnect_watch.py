@@ -54,7 +54,7 @@ async def watched(*ends: tuple[float, Waiting]) -> None:
     watch.start()
     loop = asyncio.get_running_loop()
     for at, connection in ends:
-        loop.call_at(at, server_state.note_end, connection)
+        loop.call_at(at, server_state.on_eof, connection)
     await asyncio.sleep(1)
     watch.stop()
     for _, connection in ends:

@@ -146,7 +146,7 @@ async def test_a_connection_that_has_ended_is_not_watched() -> None:
             assert (await client.get("/", "Connection: close")).status == 200
             assert await client.rest() == b""
         await poll_for(lambda: "0 connections" in repr(server))
-        assert len(server.state.watch) == 0
+        assert len(server.state.idle_watch) == 0
 
 
 @on_each_loop

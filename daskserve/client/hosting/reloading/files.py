@@ -36,7 +36,7 @@ class Patterns:
     Attributes
     ----------
     includes, excludes
-        Patterns of names, or of paths relative to a folder. Those of folders exclude all that is in them.
+        Patterns of names, or of paths relative to a folder. A folder's pattern excludes its whole content.
     configuration
         Path of a file that is watched as well, and that no deployment reads; empty if there is none.
     """

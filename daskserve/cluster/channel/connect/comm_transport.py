@@ -180,7 +180,7 @@ class MessageWire(_CommWire):
     async def receive(self, size_bytes: int) -> bytes:
         found = await self._comm.read()
         if not isinstance(found, bytes) or len(found) != size_bytes:
-            raise ValueError("it has sent something else than a handshake")
+            raise ValueError("it sent something other than a handshake")
         return found
 
 

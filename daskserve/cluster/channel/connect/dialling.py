@@ -256,7 +256,9 @@ class Dialler:
             except (OSError, ActorLostError) as error:
                 if not known:
                     raise
-                logger.debug("The scheduler did not tell its secret (%s); dialling with older ones", error)
+                logger.debug(
+                    "The scheduler's secret could not be fetched (%s); dialling with older secrets", error
+                )
         known = self._keyring.marks
         try:
             return await dial()

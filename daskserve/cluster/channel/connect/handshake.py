@@ -108,11 +108,11 @@ async def introduce(wire: Wire, keyring: Keyring) -> None:
             raise ValueError("it did not prove that it knows the secret of this Dask cluster")
         await wire.send(_proof(secret, b"dialler", hello, theirs))
         if await wire.receive(len(MAGIC)) != MAGIC:
-            raise ValueError("it sent something else than the end of the handshake")
+            raise ValueError("it sent something other than the end of the handshake")
     except ValueError as error:
         # The worker's port may now belong to another program.
         logger.warning("Closed the connection to %s: %s", wire.peer_address, error)
-        raise OSError(f"{wire.peer_address} is no worker of this cluster: {error}") from error
+        raise OSError(f"{wire.peer_address} is not a worker of this cluster: {error}") from error
 
 
 async def _examine(wire: Wire, keyring: Keyring) -> None:

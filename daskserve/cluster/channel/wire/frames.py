@@ -167,7 +167,7 @@ class _Values:
         self._share: Callable[[memoryview], bytes | None] | None = None
         self._large: list[memoryview] = []
         self._made: list[msgpack.ExtType] = []
-        #: What an earlier attempt made: what is shared already must not be shared again.
+        #: The results of an earlier attempt, because a value must not be shared twice.
         self._repeated: Iterator[msgpack.ExtType] = iter(())
 
     def begin(self, share: Callable[[memoryview], bytes | None] | None) -> None:
@@ -192,7 +192,7 @@ class _Values:
         large, share = self._large, self._share
         if not isinstance(value, OutOfBand):
             what = "whole number of more than 64 bits" if isinstance(value, int) else type(value).__name__
-            raise TypeError(f"a {what} cannot cross a channel")
+            raise TypeError(f"a {what} cannot be sent over a channel")
         view = memoryview(value.data)
         if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:
             return msgpack.ExtType(_SMALL, view.tobytes())
@@ -223,7 +223,7 @@ def unpack(
             return memoryview(bytearray(data))
         if code in (_SHARED_BYTES, _SHARED_BUFFER):
             if open_shared is None:
-                raise ValueError("a message refers to shared memory, which was not offered")
+                raise ValueError("a message refers to shared memory that was not offered")
             shared = open_shared(data)
             return bytes(shared) if code == _SHARED_BYTES else shared
         part = parts[int.from_bytes(data, "little")]

@@ -43,7 +43,7 @@ def _memory(size_bytes: int) -> memoryview:
     """Return writable memory for a large part."""
     if size_bytes < MAPPED_BYTES:
         return memoryview(bytearray(size_bytes))
-    # Private, so that a forked process does not share what is written later.
+    # Private, so that a forked process does not share later writes.
     return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

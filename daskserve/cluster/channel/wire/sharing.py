@@ -166,7 +166,7 @@ class Sharing:
             The buffer cannot be mapped.
         """
         if self._segments is None or not self._peer:
-            raise ValueError("a message refers to shared memory, which this end cannot read")
+            raise ValueError("a message refers to shared memory that this end cannot read")
         found = self._segments.map(self._peer, *REFERENCE.unpack(reference))
         self._send((OPENED,))
         return found

@@ -291,7 +291,7 @@ class SocketTransport(Outbox):
             message_segments, self._sharing.message_segments = self._sharing.message_segments, None
         if large and len(body) + sum(map(len, large)) > MAX_MESSAGE_BYTES:
             raise ValueError(
-                f"it has more than {shown_size(MAX_MESSAGE_BYTES)}; send it in parts, or only its place"
+                f"it exceeds {shown_size(MAX_MESSAGE_BYTES)}; send it in parts, or send only its location"
             )
         pieces = self._message(body, large)
         if message_segments is None:

@@ -1,4 +1,4 @@
-"""Refuses what browsers send to the scheduler's HTTP server on behalf of other sites.
+"""Refuses requests that browsers send to the scheduler's HTTP server on behalf of other sites.
 
 A page of any site can make its visitor's browser send requests to the scheduler, which has no authentication:
 
@@ -55,8 +55,9 @@ class SiteGuard:
             origin = request.headers.get("Origin")
             cause = SITE
             text = (
-                f"Requests of pages of other sites are refused; this one is of {origin or 'another site'!r}, "
-                f"for {request.host!r}. If a reverse proxy is between, let it pass on the header Host."
+                "Requests of pages of other sites are refused; this one comes from "
+                f"{origin or 'another site'!r} and is for {request.host!r}. If there is a reverse proxy in "
+                "between, configure it to pass on the header Host."
             )
         elif not self._is_own(request.host_name):
             cause = HOST

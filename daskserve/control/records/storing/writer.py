@@ -40,7 +40,8 @@ class Writer:
     apply
         Applies a stored change in memory and notifies the listeners.
     accompany
-        Returns what is written together with a change: its history. Gets the change and the causes by key.
+        Returns the history records that are written together with a change. Gets the change and the causes by
+        key.
 
     Attributes
     ----------

@@ -259,7 +259,7 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
     if backend.version != replica.version:
         rollout = backend.rollout
         is_taken_back = rollout is not None and rollout.phase.is_taken_back
-        return f"version {replica.named_version} is {'taken back' if is_taken_back else 'replaced'}"
+        return f"version {replica.named_version} is {'rolled back' if is_taken_back else 'replaced'}"
     if cause := world.causes.get(f"leaving/{replica.tag}"):
         return cause
     before = world.state.backends.get(replica.backend)
@@ -293,11 +293,11 @@ def _of_proxy(_: _World, __: str, before: Any, after: Record | None) -> Iterator
 
     if isinstance(after, ProxyRecord) and after.is_leaving:
         if before is None or not before.is_leaving:
-            yield event(K.PROXY_LEAVING, f"on worker {has} leaves once another listens in its place")
+            yield event(K.PROXY_LEAVING, f"on worker {has} stops once its successor listens")
     elif has is not None and has != had:
         yield event(K.PROXY_STARTING, f"starts on worker {has}")
     elif has is None and had is not None and not before.is_leaving:
-        yield event(K.PROXY_LOST, f"is lost: worker {had} left the cluster or is not for it any more")
+        yield event(K.PROXY_LOST, f"is lost: worker {had} left the cluster or may no longer have a proxy")
 
 
 def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:

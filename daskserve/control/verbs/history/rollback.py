@@ -99,7 +99,7 @@ def rollback(
 
 
 def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
-    """Return the declared configuration of a revision, so that the declaration matches what runs.
+    """Return the declared configuration of a revision, to match the deployed application.
 
     Applying the current file afterwards is a change again. Until then, nothing is built from it.
     """
@@ -128,8 +128,8 @@ def _chosen(name: str, revisions: Sequence[RevisionRecord], number: int | None) 
     found = found or earlier(list(revisions))
     if found is None:
         raise NotFoundError(
-            f"Application '{name}' has no earlier revision that ran and whose code is kept; see "
-            f"`daskserve history {name}`, and name one to deploy it all the same."
+            f"Application '{name}' has no earlier revision that ran and whose code is still stored. To "
+            f"deploy another revision, choose one from `daskserve history {name}`."
         )
     return found
 

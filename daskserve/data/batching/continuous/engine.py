@@ -240,7 +240,7 @@ class Engine:
                 # Let callers run, even if user code never waits.
                 await LoopClock().sleep(0)
         except asyncio.CancelledError:
-            self.rounds.fail_all(UnavailableError("The event loop of the batch ends; call again later."))
+            self.rounds.fail_all(UnavailableError("The event loop of the batch is ending; call again later."))
             raise
         except Exception as error:
             self._fail_all(error)

@@ -200,7 +200,7 @@ class Slots:
     def _refusal(self) -> BackPressureError:
         most = self.limits.max_queued
         return BackPressureError(
-            f"{most} requests wait for a slot of the batch already, which is max_queued; retry later.",
+            f"{most} requests (max_queued) already wait for a slot of the batch; retry later.",
             num_queued_requests=self.queued,
             max_queued_requests=most,
         )

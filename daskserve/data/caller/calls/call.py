@@ -268,7 +268,7 @@ class Call:
         refused: ReplicaBusyError | ActorLostError | None = None,
         taken: PooledReplica | None = None,
     ) -> None:
-        """Continue a call in a task: one that has taken its replica, or that a replica has refused."""
+        """Continue a call in a task, after it has taken a replica or a replica has refused it."""
         replicas, envelope = self._replicas, self._envelope
 
         async def send(keep: Send) -> None:

@@ -188,8 +188,8 @@ class Handle(BatchCalls):
         """This process's view of the instance, resolved on first use."""
         if self._cluster is None and not self._instance:
             raise ClosedError(
-                f"The handle of {short_tag(self._endpoint)!r} belongs to the arguments of a deployment; it "
-                "can call where the deployment runs."
+                f"The handle of {short_tag(self._endpoint)!r} is an argument of a deployment; it can be "
+                "called only where the deployment runs."
             )
         if self._cluster is None:
             self._cluster = find_connection().cluster(self._instance)

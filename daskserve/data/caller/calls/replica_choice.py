@@ -40,7 +40,7 @@ class ReplicaSelection:
     availability_zone : str or None
         Always None: Dask does not know zones.
     replica_metadata : dict
-        Its ``backend``, and the process id of its worker, and what ``record_replica_metadata`` returned.
+        Its ``backend``, the process id of its worker, and the result of ``record_replica_metadata``.
     """
 
     replica_id: str
@@ -49,7 +49,7 @@ class ReplicaSelection:
     node_id: str
     availability_zone: str | None = None
     replica_metadata: Mapping[str, Any] = field(default_factory=dict)
-    #: The choice that made the selection, in the process of the caller.
+    #: The `ReplicaChoice` that made the selection; only in the process of the caller.
     choice: ReplicaChoice | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -124,7 +124,7 @@ class Response:
     def _wait(
         self, future: PendingCall[Any], timeout_s: float | None, left_s: float | None = None
     ) -> float | None:
-        """Wait for the end of a call for what is left of a timeout; return how much is left then."""
+        """Wait for the end of a call for the rest of a timeout; return the rest that is left then."""
         if left_s is None:
             left_s = timeout_s
         if future.done():

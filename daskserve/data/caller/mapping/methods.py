@@ -85,8 +85,8 @@ class BatchCalls:
         args, kwargs
             Further arguments of the calls.
         meta : pandas object, type or mapping, optional
-            What the results look like, as in ``dask.dataframe.DataFrame.map_partitions``. Default: what the
-            deployment returns for an empty partition.
+            An example of the results, as in ``dask.dataframe.DataFrame.map_partitions``. Default: the
+            deployment's result for an empty partition.
         retries : int
             How often a call that has failed is repeated.
         """

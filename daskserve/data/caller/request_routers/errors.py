@@ -1,4 +1,4 @@
-"""The failures of a user's router: logged once for each kind, counted, and reported to the controller."""
+"""The errors of a user's router: logged once for each kind, counted, and reported to the controller."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.router")
 
-#: How long a failure of the router is reported to the controller.
+#: How long an error of the router is reported to the controller.
 ERROR_S = 60.0
 
 
 class RouterErrors:
-    """Records the failures of one router.
+    """Records the errors of one router.
 
     Attributes
     ----------
     fallbacks : dict
-        The number of requests for which the router has not chosen a replica, by the kind of failure.
+        The number of requests for which the router did not choose a replica, by kind of error.
     text : str
-        The first failure, or the first of a new kind; empty if there was none. It does not follow each error,
-        because errors that name requests always differ, and each change is an event.
+        The first error, or the first one of a new kind; empty without one. It does not change with each
+        error, because errors that name requests always differ, and each change is an event.
     on_new : callable
-        Called when the router fails in a way in which it has not failed before.
+        Called at the first error of a kind.
     """
 
     def __init__(self, name: str, tag: BackendTag, now: Callable[[], float]) -> None:
@@ -38,7 +38,7 @@ class RouterErrors:
         self.on_new: Callable[[], object] = bool
 
     def note(self, error: RouterError) -> None:
-        """Record a failure."""
+        """Record an error."""
         now = self._now()
         if error.kind not in self._logged or now - self._failed_at >= ERROR_S:
             self.text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
@@ -55,7 +55,7 @@ class RouterErrors:
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def current(self, *, is_made: bool) -> str:
-        """Return the current failure; empty if there is none. ``is_made`` says whether a router is loaded."""
+        """Return the current error; empty without one. ``is_made`` says whether a router is loaded."""
         is_over = is_made and self._now() - self._failed_at >= ERROR_S
         return "" if is_over else self.text
 

@@ -66,7 +66,7 @@ class RunningReplica:
     availability_zone : None
         Dask does not know zones.
     routing_stats : dict
-        What the replica's ``record_routing_stats`` returned last.
+        The last result of the replica's ``record_routing_stats``.
     multiplexed_model_ids : set of str
         The models that it has.
     latency_s : float
@@ -127,7 +127,7 @@ def host_of(worker: str) -> str:
 
 @dataclass(slots=True)
 class RequestRoutingContext:
-    """What routers have already tried for a request; only routers read and write it."""
+    """The earlier attempts of routers for a request; only routers read and write it."""
 
     multiplexed_start_matching_time: float | None = None
     tried_fewest_multiplexed_models: bool = False
@@ -253,7 +253,7 @@ class PendingRequest:
 
     @property
     def routing_context(self) -> RequestRoutingContext:
-        """What routers have already tried for the request."""
+        """The earlier attempts of routers for the request."""
         if self._context is None:
             self._context = RequestRoutingContext()
         return self._context

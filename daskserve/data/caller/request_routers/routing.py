@@ -151,7 +151,7 @@ class RequestRouting:
     # ---- choosing
 
     def note_stats(self, stats: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Apply what the replicas' ``record_routing_stats`` have returned."""
+        """Apply the results of the replicas' ``record_routing_stats``."""
         self._stats = stats or {}
         self._show_facts()
 

@@ -103,7 +103,7 @@ class RouterThread:
         return False
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what a function returns in the thread.
+        """Run a function in the thread, and return its result.
 
         Raises
         ------

@@ -16,7 +16,7 @@ from daskserve.errors import (
 
 
 class ReplicaAvailability:
-    """What a router knows about the availability of a backend's replicas."""
+    """The availability of a backend's replicas, as a router knows it."""
 
     def __init__(self, tag: BackendTag, controller_watch: ControllerWatch) -> None:
         self._tag = tag

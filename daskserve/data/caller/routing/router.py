@@ -465,7 +465,7 @@ class Routers:
         before, self._silent = self._silent, frozenset(workers or ())
         for worker in sorted(self._silent - before):
             if self._routes.to(worker) is not None:
-                logger.warning("Worker %s does not answer; the requests that it has are given up", worker)
+                logger.warning("Worker %s does not answer; its requests are abandoned", worker)
             self._routes.break_off(worker)
 
     def _note_sampling(self, ratio: float | None) -> None:

@@ -58,7 +58,7 @@ class UserSocketReceiver:
         if self._pipe is not None:
             self._pipe.end_readers()
         if self._leaves_at_once:
-            socket.leave()
+            socket.go_away()
         self.decide()
 
     def drop_socket(self, socket: OpenSocket) -> None:
@@ -69,7 +69,7 @@ class UserSocketReceiver:
         """Close the connection with code 1001 once it has moved here."""
         self._leaves_at_once = True
         if self.socket is not None:
-            self.socket.leave()
+            self.socket.go_away()
 
     def decide(self) -> None:
         """Release user code that waits to send: to the connection if it has moved here, or to the pipe."""

@@ -1,4 +1,4 @@
-"""Limits the requests of batch jobs that a replica runs at a time, for the sake of live requests. Pure code.
+"""Limits how many requests of batch jobs a replica runs at a time, in favor of live requests. Pure.
 
 Problem: a batch job fills every slot that it can get. If user code waits, as for an accelerator, one free
 slot is enough for live requests. If it computes, the requests in all slots share a processor: eight full
@@ -37,7 +37,7 @@ class RateMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Restart the measurement with the next answer."""
+        """Restart the measurement at the next answer."""
         self._began: float | None = None
         self._answers = self._refusals = 0
         self.took_s = 0.0
@@ -138,7 +138,7 @@ class BatchLimit:
 
 
 class BatchAdmission:
-    """The requests of batch jobs at one replica.
+    """Decides whether a replica accepts requests of batch jobs.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class BatchAdmission:
         self._limit.resize(max(1, self._concurrency - live))
 
     def has_room(self, free_slots: int, rank_info: RankInfo, now: float) -> bool:
-        """Return whether a request may take one of the free slots."""
+        """Return whether a request of a batch job may take one of the free slots."""
         self._forget_live(now)
         has_room = free_slots > self._reserved and self.ongoing < self._limit.limit
         has_room = has_room and not self.is_kept_free(rank_info, now)

@@ -119,8 +119,8 @@ def ingress(app: Any) -> IngressDecorator:
     ----------
     app : ASGI application or function
         A FastAPI or Starlette application, a router of them, or any other ASGI application. Or a function
-        without parameters that returns one: each replica calls it after its constructor, so what it returns
-        need not be picklable.
+        without parameters that returns one: each replica calls it after its constructor, so its result need
+        not be picklable.
 
     Raises
     ------

@@ -85,7 +85,8 @@ class Servable:
     """User code that answers requests.
 
     Plain methods (``..._in_thread``) run in a user's thread, coroutine functions on the user's loop;
-    `Method.is_async` determines which of them answers a request. The worker's loop uses the properties only.
+    `Method.is_async` determines which of them answers a request. On the worker's loop, only the properties
+    are used.
     """
 
     def __init__(

@@ -55,8 +55,9 @@ class InstanceQueue:
             replica = self._replica
             if replica is None or replica.cluster is None:
                 raise NotRunningError(
-                    "The queue is kept by an instance, and this code runs in no replica of one; make the "
-                    "adapter with serve.tasks.instantiate_adapter_from_config(config, client=serve.connect())"
+                    "The queue is stored in an instance, but this code does not run in one of its "
+                    "replicas; create the adapter with serve.tasks.instantiate_adapter_from_config(config, "
+                    "client=serve.connect())"
                 )
             # In a child process, this connects the process's own client.
             self._place = InstancePlace(replica.cluster.connection, replica.instance)

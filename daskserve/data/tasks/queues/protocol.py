@@ -58,7 +58,7 @@ class TaskQueue(Protocol):
     """
 
     def open(self) -> None:
-        """Connect, and create what is missing."""
+        """Connect, and create missing parts of the queue."""
 
     def close(self) -> None:
         """Disconnect."""
@@ -124,7 +124,7 @@ def check_same(kept: Task, given: Task) -> None:
     if (kept.name, kept.digest) != (given.name, given.digest):
         raise TaskConflictError(
             f"Queue {given.queue!r} has a task with the id {given.id!r}, with another handler or other "
-            "arguments; give this one an id of its own."
+            "arguments; give this one a different id."
         )
 
 

@@ -261,8 +261,8 @@ class RedisQueue:
             yield
         except (self._error, OSError) as error:
             raise TaskQueueError(
-                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error))}. See that "
-                "the Redis server runs, and that this machine reaches it."
+                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error))}. Check "
+                "that the Redis server runs, and that this machine can reach it."
             ) from None
 
     def _key(self, kind: str, queue: str, more: str = "") -> str:

@@ -48,7 +48,7 @@ class ControllerAccess:
         Raises
         ------
         NotFoundError
-            The instance does not run, or what the verb names does not exist.
+            The instance does not run, or an object that the verb names does not exist.
         UnavailableError
             The controller or its store could not be reached in time.
         ServeError
@@ -86,7 +86,7 @@ class ControllerAccess:
             if known
             else ("Start one with `daskserve start`, or deploy with `daskserve deploy`.")
         )
-        raise NotFoundError(f"No instance is the common one of this cluster. {what}")
+        raise NotFoundError(f"This cluster has no common instance. {what}")
 
 
 class _ApiControllerFinder(ControllerFinder):

@@ -150,7 +150,7 @@ class ApiHandler(GuardedHandler):
             return None
         found = _ETAG.fullmatch(given)
         if found is None:
-            raise BadRequestError(f"If-Match: {given!r} must be the ETag of one answer, such as '\"3\"'.")
+            raise BadRequestError(f"If-Match: {given!r} must be the ETag of one response, such as '\"3\"'.")
         return int(found[1])
 
     def _is_allowed(self, operation: Operation) -> bool:
@@ -283,6 +283,6 @@ def _event_texts(found: Mapping[str, Any]) -> str:
 def _log_texts(found: Mapping[str, Any]) -> str:
     texts = [f"event: log\ndata: {json.dumps(each)}\n\n" for each in found["records"]]
     if texts:
-        # The cursor is long, and is the position after all of them.
+        # Only the last record gets the cursor, because it is long and means the position after all records.
         texts[-1] = f"id: {found['next']}\n{texts[-1]}"
     return "".join(texts) or SILENT

@@ -37,7 +37,7 @@ def profile(request: APIRequest) -> tuple[str, dict[str, Any]]:
     if given and not _NUMBER.fullmatch(given):
         raise BadRequestError(f"The parameter seconds={given[:40]!r} must be a number from 0 to 9999.")
     if memory and kind == "svg":
-        raise BadRequestError("There are no stacks with memory=true, so no format=svg.")
+        raise BadRequestError("A memory profile has no stacks; leave out memory=true or format=svg.")
     seconds = float(given) if given else SECONDS
     return "profile", {"replica": request.path["replica"], "seconds": seconds, "memory": memory}
 

@@ -9,13 +9,13 @@ from typing import Any
 LOGS_S, MAX_WAIT_S = 10.0, 30
 QUERY: Mapping[str, tuple[str, str]] = {
     "application": ("string", "Only those of this application."),
-    "deployment": ("string", "Only those of this deployment."),
-    "replica": ("string", "Only those of this replica: its tag, or the part after #."),
-    "since_s": ("integer", "Only those of the last seconds."),
+    "deployment": ("string", "Only records of this deployment."),
+    "replica": ("string", "Only records of this replica: its tag, or the part after #."),
+    "since_s": ("integer", "Only records of the last seconds."),
     "level": ("string", "The lowest level, such as WARNING."),
     "grep": ("string", "A text that the message or the traceback contains."),
-    "limit": ("integer", "How many at most. Default: 1000."),
-    "after": ("string", "The cursor of an earlier answer, next: what came later."),
+    "limit": ("integer", "Maximum number of records. Default: 1000."),
+    "after": ("string", "The cursor next of an earlier response, to get later records."),
     "wait_s": ("integer", "How long to wait for records, at most 30 seconds."),
 }
 

@@ -46,7 +46,7 @@ class Operation:
     answer : callable
         Returns the body of the answer.
     body : str
-        What the body is: ``configuration``, ``number``, ``revision``, ``model``, or nothing.
+        The kind of the body: ``configuration``, ``number``, ``revision``, ``model``, or nothing.
     query : dict
         The parameters, each with its type and description.
     is_conditional : bool
@@ -74,7 +74,7 @@ class Operation:
         if unknown and self.changes:
             wrong = unknown[0][:MAX_SHOWN]
             known = ", ".join(self.query) or "none"
-            raise BadRequestError(f"There is no parameter {wrong!r} of this request; there are: {known}.")
+            raise BadRequestError(f"This request has no parameter {wrong!r}; it has: {known}.")
 
     @property
     def changes(self) -> bool:
@@ -150,7 +150,7 @@ def _models(verb: str) -> Callable[[APIRequest], tuple[str, Message]]:
         fields, found["model"] = request.fields("version", "default"), request.path["model"]
         version, is_default = fields.get("version"), fields.get("default", True)
         if not isinstance(version, str | None) or (version is None and verb == "set_default_model"):
-            raise BadRequestError(f"version must be a text, got {version!r}")
+            raise BadRequestError(f"version must be a string, got {version!r}")
         if not isinstance(is_default, bool):
             raise BadRequestError(f"default must be true or false, got {is_default!r}")
         found["version"], found["by"] = version, request.by

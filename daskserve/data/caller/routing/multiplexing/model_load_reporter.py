@@ -25,7 +25,7 @@ MAX_REPORTED = 1000
 
 
 class ModelLoadReporter:
-    """Reports replicas to the controller, one call at a time, without retries: it polls them later."""
+    """Reports replicas to the controller, one call at a time. It needs no retries: the controller polls."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
@@ -52,7 +52,7 @@ class ModelLoadReporter:
                 await self._clock.wait_for(call, TIMEOUT_S)
         except (ServeError, OSError, TimeoutError) as error:
             self._cluster.forget_controller()
-            logger.debug("The controller does not know yet that models load: %r", error)
+            logger.debug("Loading models could not be reported to the controller: %r", error)
         finally:
             self._task = None
 

@@ -36,7 +36,7 @@ class ModelRouting:
         self._known: dict[ReplicaTag, KnownModels] = {}
 
     def update(self, published: Mapping[ReplicaTag, Mapping[str, Any]] | None) -> None:
-        """Apply what the controller published of the models of all replicas."""
+        """Apply the controller's published list of the models of all replicas."""
         reports = published or {}
         for tag, facts in reports.items():
             known = self._of(tag)

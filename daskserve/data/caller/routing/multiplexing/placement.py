@@ -49,7 +49,7 @@ class KnownModels:
     coming: frozenset[str] = frozenset()
     #: How many models the replica may hold; None for no limit, or while the limit is unknown.
     capacity: int | None = None
-    #: The models that are assumed because a request was sent, each with the time when this ends.
+    #: Models assumed to be loaded because a request for them was sent, each with the end of this assumption.
     assumed: dict[str, float] = field(default_factory=dict)
 
     def has(self, key: str, now: float) -> bool:
