@@ -44,7 +44,7 @@ def all_full_but_one(size: int) -> ReplicaPool:
     return pool
 
 
-def half_set_aside(size: int) -> ReplicaPool:
+def half_suspended(size: int) -> ReplicaPool:
     pool = idle(size)
     taken = fill(pool)
     for entry in taken[: size // 2]:
@@ -68,7 +68,7 @@ def main() -> int:
     cases: dict[str, Callable[[int], ReplicaPool]] = {
         "all idle": idle,
         "all full but one": all_full_but_one,
-        "half of them set aside": half_set_aside,
+        "half of them suspended": half_suspended,
     }
     is_good = True
     for name, make in cases.items():

@@ -43,7 +43,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(ConnectionPool, "occupied")
     check.fields(Server, "handlers", "rpc")
     check.fields(TaskStates, "actors")
-    check.attributes(Worker, "actor_execute", "_register_with_scheduler")
+    check.attributes(Worker, "actor_execute", "_instances", "_register_with_scheduler")
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks", "state")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")
@@ -341,16 +341,6 @@ def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:
 NO_REPLY = Status.dont_reply
 
 
-def add_handler(server: Server, operation: str, handler: Callable[..., Any]) -> None:
-    """Register a function as the handler of an operation that other processes call."""
-    server.handlers[operation] = handler
-
-
-def remove_handler(server: Server, operation: str) -> None:
-    """Undo `add_handler`; idempotent."""
-    server.handlers.pop(operation, None)
-
-
 def is_running(server: Server | WorkerState) -> bool:
     """Return whether a server, or the scheduler's state of a worker, is running: not paused or closing."""
     return bool(server.status is Status.running)
@@ -364,28 +354,6 @@ def replace_idle_timeout(scheduler: Scheduler, timeout_s: float | None) -> float
     previous: float | None = scheduler.idle_timeout
     scheduler.idle_timeout = timeout_s
     return previous
-
-
-def replace_method(
-    scheduler: Scheduler, name: str, method: Callable[..., Any], *, handler: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Replace a method that also answers remote calls; return the original one for `restore_method`.
-
-    Parameters
-    ----------
-    handler
-        The handler of remote calls; by default ``method``.
-    """
-    original: Callable[..., Any] = scheduler.handlers[name]
-    setattr(scheduler, name, method)
-    scheduler.handlers[name] = handler or method
-    return original
-
-
-def restore_method(scheduler: Scheduler, name: str, original: Callable[..., Any]) -> None:
-    """Undo `replace_method`."""
-    scheduler.handlers[name] = original
-    vars(scheduler).pop(name, None)
 
 
 def answer_signal(scheduler: Scheduler, leave: Callable[[], None]) -> None:

@@ -66,6 +66,7 @@ class ChildProcesses:
 
     def __init__(self) -> None:
         self._was_daemon: bool | None = None
+        self._at_exit: util.Finalize | None = None
 
     def open(self) -> None:
         """Begin; idempotent."""
@@ -76,7 +77,7 @@ class ChildProcesses:
         process.daemon = False
         process._config[_KEY] = _EndsWithParent()  # type: ignore[attr-defined]
         # Without this, an exiting process waits for its children.
-        util.Finalize(None, _end_children, args=(stopwatch,), exitpriority=0)
+        self._at_exit = util.Finalize(None, _end_children, args=(stopwatch,), exitpriority=0)
 
     def close(self) -> None:
         """Allow no more children; idempotent."""
@@ -84,6 +85,9 @@ class ChildProcesses:
             process = multiprocessing.current_process()
             process.daemon, self._was_daemon = self._was_daemon, None
             process._config.pop(_KEY, None)  # type: ignore[attr-defined]
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
 
 
 def _end_children(now: Callable[[], float]) -> None:

@@ -15,17 +15,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from daskserve.loops.at_fork import ActsAtFork, watch_forks
+
 _DESCRIPTORS = "/proc/self/fd"
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 
 
-class ForkGuard:
+class ForkGuard(ActsAtFork):
     """Detaches forked processes from this one's connections, from `open` until `close`.
 
     Parameters
@@ -42,14 +43,11 @@ class ForkGuard:
         """Detach processes that are forked from now on."""
         self._is_open = True
         if sys.platform == "linux":
-            guard = weakref.ref(self)  # a registration lasts as long as the process
+            watch_forks(self)
 
-            def after_in_child() -> None:
-                found = guard()
-                if found is not None and found._is_open:
-                    found.cut_off()
-
-            os.register_at_fork(after_in_child=after_in_child)
+    def after_fork_in_child(self) -> None:
+        if self._is_open:
+            self.cut_off()
 
     def close(self) -> None:
         """Stop detaching forked processes; idempotent."""

@@ -17,13 +17,13 @@ import asyncio
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import stopwatch
+from daskserve.loops.at_fork import ActsAtFork, watch_forks
 
 #: Two signals within this time count as one.
 SAME_S = 0.3
@@ -33,7 +33,7 @@ SAME_S = 0.3
 Begin: TypeAlias = Callable[[Callable[[], None]], None]
 
 
-class Termination:
+class Termination(ActsAtFork):
     """The handler of SIGTERM; see the module. A process has one, which is stored in its table of signals."""
 
     #: Returns seconds. The clock of an event loop cannot be used, because a signal handler has no event loop.
@@ -59,12 +59,7 @@ class Termination:
             return None
         handler = cls(found)
         signal.signal(signal.SIGTERM, handler)
-        if hasattr(os, "register_at_fork"):  # a registration lasts as long as the process
-            os.register_at_fork(
-                before=_weakly(handler._hold_back),
-                after_in_parent=_weakly(handler._let_through),
-                after_in_child=_weakly(handler._leave_to_child),
-            )
+        watch_forks(handler)
         return handler
 
     def add(self, begin: Begin) -> Callable[[], None]:
@@ -94,20 +89,20 @@ class Termination:
         elif now - self._began_at > SAME_S:
             self._hand_on(number, frame)
 
-    def _hold_back(self) -> None:
+    def before_fork(self) -> None:
         if self._is_handler():
             held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             self._masks[threading.get_ident()] = {signal.Signals(each) for each in held}
 
-    def _let_through(self) -> None:
+    def after_fork(self) -> None:
         held = self._masks.pop(threading.get_ident(), None)
         if held is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
-    def _leave_to_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         if self._is_handler():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._let_through()
+        self.after_fork()
 
     def _is_handler(self) -> bool:
         return signal.getsignal(signal.SIGTERM) is self
@@ -128,17 +123,6 @@ class Termination:
             self._previous(number, frame)
         else:
             os.kill(self._pid, number)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    found = weakref.WeakMethod(method)
-
-    def call() -> None:
-        present = found()
-        if present is not None:
-            present()
-
-    return call
 
 
 def on_sigterm(begin: Begin) -> Callable[[], None]:

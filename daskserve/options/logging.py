@@ -59,6 +59,13 @@ class LoggingConfig(Options):
         64 << 20, ge=4096, description="Size at which a log file is rotated, in bytes."
     )
     max_files: int = Field(5, ge=0, le=1000, description="How many old files are kept of each.")
+    ended_files_days: float | None = Field(
+        30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Days after which the files of replicas and processes that have ended are deleted, when "
+        "another file is opened. None keeps all.",
+    )
 
     @field_validator("encoding", mode="before")
     @classmethod

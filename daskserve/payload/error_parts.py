@@ -119,7 +119,7 @@ class Part(NamedTuple):
     context: int
 
 
-def take_apart(error: BaseException, foreign: Foreign, summary: str = "", *, depth: int = 0) -> list[Part]:
+def split_error(error: BaseException, foreign: Foreign, summary: str = "", *, depth: int = 0) -> list[Part]:
     """Return an error and its chain in parts. A given ``summary`` is not computed again.
 
     Raises
@@ -295,7 +295,7 @@ class _Dumps:
             if self._depth >= MAX_DEPTH:
                 return UserCodeError, (summary_of(value),)
             return _put_together_nested, (
-                dump_parts(take_apart(value, self._foreign, depth=self._depth + 1)),
+                dump_parts(split_error(value, self._foreign, depth=self._depth + 1)),
             )
         if type(value) is TracebackType:
             return _nothing, ()
@@ -363,11 +363,11 @@ def load_parts(data: bytes) -> list[Any]:
     return found
 
 
-def _put_together_nested(data: bytes) -> BaseException:
-    return put_together(load_parts(data))
+def _put_together_nested(data: bytes) -> BaseException:  # pickles name it
+    return join_error(load_parts(data))
 
 
-def put_together(parts: Sequence[Sequence[Any]]) -> BaseException:
+def join_error(parts: Sequence[Sequence[Any]]) -> BaseException:
     """Return an error with its chain from its parts.
 
     An error whose class does not exist here is a `UserCodeError`.

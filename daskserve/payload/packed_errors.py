@@ -37,9 +37,9 @@ from daskserve.payload.error_parts import (
     dump_parts,
     has_code_for_pickle,
     has_code_for_text,
+    join_error,
     load_parts,
-    put_together,
-    take_apart,
+    split_error,
 )
 from daskserve.payload.error_text import (
     MAX_TRACEBACK,
@@ -160,7 +160,7 @@ class PackedError(StandInError):
             with suppress(Exception):  # a user's constructor may raise anything
                 error = load_bytes(content)
         elif content is not None and "parts" in content:
-            error = put_together(content["parts"])
+            error = join_error(content["parts"])
         found: BaseException = error if isinstance(error, BaseException) else UserCodeError(self.summary)
         if self._traceback:
             *_, first = causes_of(found)
@@ -314,7 +314,7 @@ def _packed(
     if known is not None:
         content["known"] = known
     if not is_whole:
-        content["parts"] = take_apart(sent, foreign, summary)
+        content["parts"] = split_error(sent, foreign, summary)
     if not text and not is_bare and not issubclass(type(sent), untraced):
         text = traceback_text(error)
     packed = PackedError(summary, text, content, _logged_for(error))

@@ -1,12 +1,12 @@
 """Convert Python values to bytes and back.
 
 User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
-(lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a channel
-without being copied into the pickle. Arguments are unpickled only in the replica, and results only by the
-caller.
+(lambdas, classes of ``__main__``). Only the replica unpickles arguments, and only the caller results.
 
-Buffers of 1 MiB and more are read-only after unpickling. Processes of one machine share this memory, and code
-must not behave differently on other machines.
+Buffers of 4 KiB and more stay out of band: an array is not copied into the pickle, and again into a message.
+Below 1 MiB, they are copied once, so that later changes of the original have no effect. For larger ones, that
+would double the time of a call: those are sent from where they are, and are read-only after unpickling.
+Processes of one machine share this memory, and code must not behave differently on other machines.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def dump_with(dumps: Callable[..., bytes], value: Any, out_of_band_bytes: int = 
         raw = buffer.raw()
         if raw.nbytes < out_of_band_bytes:
             return True
+        if raw.nbytes < SHARED_BYTES and not isinstance(raw.obj, bytes):
+            # The call may be sent later, or be served in this process: the sender may change the original.
+            raw = memoryview(bytes(raw)) if raw.readonly else memoryview(bytearray(raw))
         buffers.append(raw)
         return False
 

@@ -119,7 +119,7 @@ def unpicklable_error(
     remedy
         The remedy for objects of all types that are not in `REMEDIES`.
     """
-    steps, advice = _to_culprit(way_to(value, roots, substitution))
+    steps, advice = _to_culprit(path_to(value, roots, substitution))
     problem = text_of(error).rstrip(".")
     if not isinstance(error, pickle.PicklingError):
         problem = f"{type(error).__name__}: {problem}"
@@ -143,7 +143,7 @@ def dump_option(name: str, value: Any, remedy: str) -> bytes:
         raise unpicklable_error(f"The option {name}", error, value, [(name, value)], remedy) from error
 
 
-def way_to(
+def path_to(
     value: Any, roots: NamedParts, substitution: Callable[[], Substitute] | None = None
 ) -> list[PathStep]:
     """Return the path to the part of a value that cannot be pickled; empty if that is not known.

@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from daskserve._version import __version__
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.metrics")
 
-#: Maximum number of totals kept for removed sources. The least recently updated ones are dropped first.
-MAX_FOLDED = 10_000
+#: Maximum number of totals kept for removed sources, and of those among them that no other source continues,
+#: such as those of deleted deployments: each scrape has them all. The least recently updated ones are dropped
+#: first. A total that a source continues is dropped last, because Prometheus would count all of it again.
+MAX_FOLDED, MAX_ENDED = 10_000, 1000
+#: How many totals are added between two searches for those that no source continues.
+SWEEP_EVERY = 500
 
 Key = tuple[str, tuple[str, ...]]
 
@@ -63,6 +67,47 @@ class _Known:
             return []
 
 
+class FoldedTotals:
+    """The totals of removed sources, at most `MAX_FOLDED`. One thread at a time may change them."""
+
+    def __init__(self) -> None:
+        self._totals: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
+        self._sweep_at = MAX_ENDED
+
+    def add(self, samples: Iterable[MetricSample], others: Callable[[], Iterable[MetricSample]]) -> None:
+        """Add the last samples of a source to the totals, apart from those that end with it.
+
+        ``others`` returns the samples of the remaining sources.
+        """
+        for name, labels, value in samples:
+            if METRICS[name].is_folded:
+                merge(self._totals, (name, labels), value)
+                self._totals.move_to_end((name, labels))
+        if len(self._totals) > self._sweep_at:
+            self._sweep({(name, labels) for name, labels, _ in others()})
+
+    def _sweep(self, continued: Container[Key]) -> None:
+        ended = [key for key in self._totals if key not in continued]
+        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self._totals[key]
+        while len(self._totals) > MAX_FOLDED:
+            self._totals.popitem(last=False)
+        self._sweep_at = min(MAX_FOLDED, len(self._totals) + SWEEP_EVERY)
+
+    def forget(self, instance: str) -> None:
+        """Drop the totals of an instance."""
+        for key in [key for key in self._totals if _instance_of(key) == instance]:
+            del self._totals[key]
+
+    def clear(self) -> None:
+        """Drop all totals."""
+        self._totals.clear()
+
+    def samples(self) -> list[MetricSample]:
+        """Return the totals."""
+        return [(name, labels, value) for (name, labels), value in self._totals.copy().items()]
+
+
 class ProcessMetrics:
     """The collector, registered with Prometheus' default registry while there is something to collect.
 
@@ -75,7 +120,7 @@ class ProcessMetrics:
         self._own_registry = registry
         self._lock = threading.Lock()
         self._sources: dict[int, _Known] = {}
-        self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
+        self._folded = FoldedTotals()
         self._is_registered = False
         #: Whether another process exports these metrics: a worker exports those of its child processes.
         self.is_reported = False
@@ -103,20 +148,17 @@ class ProcessMetrics:
             known = self._sources.get(id(source))
             if known is None or known.ref() is not source:
                 return
-            for name, labels, value in known.samples():
-                if METRICS[name].is_folded:
-                    merge(self._folded, (name, labels), value)
-                    self._folded.move_to_end((name, labels))
-            while len(self._folded) > MAX_FOLDED:
-                self._folded.popitem(last=False)
             del self._sources[id(source)]
+            others = list(self._sources.values())
+            self._folded.add(
+                known.samples(), lambda: [sample for each in others for sample in each.samples()]
+            )
             self._unregister_if_idle()
 
     def forget(self, instance: str) -> None:
         """Drop the kept totals of an instance that has ended."""
         with self._lock:
-            for key in [key for key in self._folded if _instance_of(key) == instance]:
-                del self._folded[key]
+            self._folded.forget(instance)
 
     def keep_user_metrics(self) -> None:
         """Export the user metrics of code outside replicas."""
@@ -154,8 +196,8 @@ class ProcessMetrics:
         with self._lock:
             sources = list(self._sources.values())
             found: dict[Key, float | HistogramCounts] = {
-                key: value.copy() if isinstance(value, HistogramCounts) else value
-                for key, value in self._folded.items()
+                (name, labels): value.copy() if isinstance(value, HistogramCounts) else value
+                for name, labels, value in self._folded.samples()
             }
         users = self.user.samples()
         found[("build_info", (__version__,))] = 1.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from daskserve.client.client import Client
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.instance.known_handles import SWEPT
 from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
 from daskserve.errors import ClosedError, NotFoundError, ServeError
 from daskserve.testing import local_instance, local_instance_async
@@ -64,6 +67,16 @@ def test_a_handle_is_cached_until_its_endpoint_changes(client: Client, calls: li
     client.create_endpoint("cached", backend="echo")
     assert client.get_handle("cached") is not handle
     assert client.get_handle("cached").remote(1).result() == [1, {}]
+
+
+def test_a_program_does_not_keep_the_handles_of_deleted_endpoints(client: Client) -> None:
+    handles = []
+    for number in range(2 * SWEPT):
+        client.create_endpoint(f"gone{number}", backend="echo")
+        handles.append(weakref.ref(client.get_handle(f"gone{number}")))
+        client.delete_endpoint(f"gone{number}")
+    gc.collect()
+    assert sum(each() is not None for each in handles) <= SWEPT
 
 
 def test_clients_of_an_instance_share_cached_handles(client: Client) -> None:

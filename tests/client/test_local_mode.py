@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +264,21 @@ def test_a_client_runs_applications_side_by_side_over_http() -> None:
         ]
         client.delete_application("default")
         assert [httpx.get(f"{url}{path}").status_code for path in ("/one", "/")] == [200, 404]
+
+
+def test_a_handle_in_a_forked_process_says_that_it_has_no_connection() -> None:
+    handle = serve.run(Adder.bind(), local=True)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            try:
+                handle.remote(1).result(timeout_s=5)
+            except serve.errors.ServeError as error:
+                os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with open(reading) as pipe:
+        assert "This process was forked" in pipe.read()
+    assert handle.remote(1).result(timeout_s=5) == 2

@@ -31,8 +31,6 @@ from daskserve.cluster.distributed_internals import (
     is_plain_tcp,
     peer_handshake,
     publish,
-    replace_method,
-    restore_method,
     socket_of,
     stop_answering_lost_scheduler,
     stop_answering_signal,
@@ -67,31 +65,6 @@ def test_a_worker_and_a_client_are_current_within_a_context_only() -> None:
         get_worker()
     with pytest.raises(ValueError, match="No clients found"):
         default_client()
-
-
-def test_a_replaced_method_answers_local_and_remote_calls_until_it_is_restored() -> None:
-    class Scheduler:
-        def __init__(self) -> None:
-            self.handlers = {"a": self.a, "b": self.b}
-
-        def a(self) -> str:
-            return "a"
-
-        def b(self) -> str:
-            return "b"
-
-    scheduler: Any = Scheduler()
-    originals = {
-        "a": replace_method(scheduler, "a", lambda: "new a"),
-        "b": replace_method(scheduler, "b", lambda: "new b", handler=lambda: "remote b"),
-    }
-    assert {name: original() for name, original in originals.items()} == {"a": "a", "b": "b"}
-    assert (scheduler.a(), scheduler.handlers["a"]()) == ("new a", "new a")
-    assert (scheduler.b(), scheduler.handlers["b"]()) == ("new b", "remote b")
-    for name, original in originals.items():
-        restore_method(scheduler, name, original)
-    assert (scheduler.a(), scheduler.handlers["a"]()) == ("a", "a")
-    assert (scheduler.b(), scheduler.handlers["b"]()) == ("b", "b")
 
 
 async def test_a_clients_listening_task_ends_with_the_client() -> None:

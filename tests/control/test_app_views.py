@@ -182,6 +182,8 @@ def test_a_restart_loop_is_named_as_one() -> None:
     assert found["message"] == "back: restart loop: restarted 3 times in 40 s, last because it is broken"
     of_another_version = tuple(replace(each, version="v0") for each in dead)
     assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=of_another_version)}))["message"] == ""
+    of_the_future = tuple(replace(each, at=each.at + 3600) for each in dead)  # the clock was set back
+    assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=of_the_future)}))["message"] == ""
     many = tuple(DeadReplica(f"b#{n}", "it is broken", 10.0 * n, version="v1") for n in range(10))
     found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=many, failures=4, waiting="broken")}))
     assert found["message"] == "back: broken; restart loop: restarted 10 times or more in 1 min"

@@ -15,7 +15,7 @@ from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica
-from daskserve.control.backend.progress import LOG_S, SETTLE_S, has_moved
+from daskserve.control.backend.progress import LOG_S, SETTLE_S, makes_progress
 from daskserve.control.observed.observed import Activity, Notes
 from daskserve.control.records.records import Change, GoalState
 from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
@@ -189,8 +189,8 @@ def test_what_an_autoscaler_does_beyond_a_change_is_no_progress_of_it() -> None:
     scaled = backend(config={"autoscaling_config": {"max_replicas": 3}}, scaled_to=2)
     more = replica("b#2", S.STARTING)
     change: Change = {more.key: more}
-    assert has_moved(state_of(scaled), scaled, change)
-    assert not has_moved(state_of(scaled, replica("b#1")), scaled, change)
+    assert makes_progress(state_of(scaled), scaled, change)
+    assert not makes_progress(state_of(scaled, replica("b#1")), scaled, change)
 
 
 @each_case("is_lost", [False, True])

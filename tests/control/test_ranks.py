@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
-from daskserve.control.backend.ranks import are_right, new_ranks, rank_info_of
+from daskserve.control.backend.ranks import are_valid, new_ranks, rank_info_of
 from daskserve.control.observed.lifecycle import PLACED_STATES
 from daskserve.control.records.records import GoalState, ReplicaRecord
 from daskserve.control.verbs import backends as backend_verbs
@@ -193,8 +193,8 @@ def test_ranks_are_right_exactly_if_none_changes(placed: list[tuple[str, Any]], 
         for n, rank in enumerate(ranks)
     ]
     unchanged = list(new_ranks(records, hosts, is_settled=is_settled)) == ranks
-    assert are_right(ranks, hosts, is_settled=is_settled) is unchanged
+    assert are_valid(ranks, hosts, is_settled=is_settled) is unchanged
 
 
 def test_replicas_without_a_rank_get_one() -> None:
-    assert not are_right([(0, 0, 0), ()], ["h", "h"], is_settled=False)
+    assert not are_valid([(0, 0, 0), ()], ["h", "h"], is_settled=False)

@@ -32,6 +32,14 @@ def test_an_error_is_as_old_as_its_last_report() -> None:
     assert errors.text_of("a", REPEAT_S + 4) == ""
 
 
+def test_an_error_from_before_the_clock_was_set_back_is_over() -> None:
+    errors = RouterErrors()
+    errors.report("p", {"a": "it hangs"}, 2 * REPEAT_S)
+    assert errors.text_of("a", 0) == ""
+    assert errors.report("q", {"a": "it hangs"}, 0) == ["a"]
+    assert errors.text_of("a", 0) == "it hangs"
+
+
 def test_processes_that_have_ended_leave_their_places_to_others() -> None:
     errors = RouterErrors()
     for number in range(MAX_ROUTERS):

@@ -9,7 +9,7 @@ from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.errors import RequestTimeoutError, StoreTakenError, UnavailableError
+from daskserve.errors import RequestTimeoutError, StaleEpochError, StoreTakenError, UnavailableError
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
 
@@ -96,6 +96,22 @@ def test_an_unexpected_error_does_not_end_the_attempts() -> None:
         async with stage.cluster:
             await stage.open()
             await stage.until(lambda: store.held is StoreOwnership.HELD)
+
+    run_virtual(main)
+
+
+def test_a_controller_that_has_been_replaced_leaves_the_store_to_the_newer_one() -> None:
+    store = SharedRecords()
+    store.mistakes = [StaleEpochError("epoch 1 was replaced by 2")]
+
+    async def main() -> None:
+        stage = Stage(store=store)
+        async with stage.cluster:
+            await stage.open()
+            await stage.until(lambda: store.asked)
+            await stage.clock.sleep(60)
+            assert len(store.asked) == 1
+            assert store.held is StoreOwnership.TRIAL
 
     run_virtual(main)
 

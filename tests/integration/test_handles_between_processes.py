@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -43,6 +45,25 @@ def test_a_handle_works_inside_a_dask_task(external: ExternalCluster, echo: serv
     found = external.client.gather(futures)
     assert [text for _, text in found] == [0, 1, 2, 3]
     assert len({pid for pid, _ in found}) == 2
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
+def test_threads_that_tasks_and_replicas_start_are_connected(
+    external: ExternalCluster, client: serve.Client, echo: serve.Handle
+) -> None:
+    """They have no context of Dask or daskserve, but only one worker can be meant."""
+
+    def task(handle: serve.Handle) -> Any:
+        return in_thread(lambda: handle.remote(text="x").result(10))
+
+    assert external.client.submit(task, echo, pure=False).result() == "x"
+    client.create_backend("names", lambda request: in_thread(lambda: serve.connect().list_backends()))
+    client.create_endpoint("names", backend="names")
+    assert set(client.get_handle("names").remote().result(10)) == {"echo", "names"}
 
 
 def test_an_unpickled_handle_uses_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:

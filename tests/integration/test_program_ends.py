@@ -247,3 +247,38 @@ def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) ->
         assert (program.output, program.errors) == ("ended\n", "")
     finally:
         program.kill()
+
+
+#: A forked process calls a handle that it has inherited and one of its own connection, and exits.
+FORKING = """
+import os
+import sys
+import daskserve as serve
+
+@serve.deployment
+def double(number):
+    return 2 * number
+
+handle = serve.run(double.bind(), route_prefix=None)
+child = os.fork()
+if not child:
+    try:
+        handle.remote(1).result(30)
+    except serve.errors.ClusterUnreachableError as error:
+        address = str(error).split("address='")[1].split("'")[0]
+    with serve.connect(address=address) as client:
+        assert client.get_handle("double").remote(2).result(30) == 4
+    sys.exit(3)
+print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+print("answer", handle.remote(4).result(30), flush=True)
+"""
+
+
+def test_a_forked_process_connects_again_and_exits(tmp_path: Path) -> None:
+    """The threads of its parent's connection are missing there, so nothing may wait for them."""
+    program = Program(["-c", FORKING], tmp_path)
+    try:
+        assert program.wait(30) == 0, program.report()
+        assert program.output == "status 3\nanswer 8\n"
+    finally:
+        program.kill()

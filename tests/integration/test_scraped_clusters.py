@@ -260,3 +260,14 @@ def test_a_scheduler_that_closes_with_an_instance_keeps_no_metrics_of_it() -> No
         name = ended.instance_name.encode()
         assert name in prometheus_client.generate_latest(), "the scheduler is in this process"
     assert name not in prometheus_client.generate_latest()
+
+
+def test_a_program_that_ends_its_instance_keeps_no_metrics_of_it(external: ExternalCluster) -> None:
+    client = serve.start(dask_client=external.client, name="ends-with-its-metrics", **EPHEMERAL)
+    client.create_backend("b", lambda request: "answer")
+    client.create_endpoint("e", backend="b")
+    client.get_handle("e").remote().result(5)
+    name = client.instance_name.encode()
+    assert name in prometheus_client.generate_latest()
+    client.shutdown()
+    assert name not in prometheus_client.generate_latest()

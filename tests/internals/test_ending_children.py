@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from multiprocessing import util
+
+from daskserve.internals import child_processes
 
 BEGIN = """
 import multiprocessing, signal, sys, time
@@ -44,3 +47,13 @@ def test_a_process_without_children_does_not_wait() -> None:
 
 def test_each_child_may_handle_its_signal() -> None:
     assert output("start(0, 0.3)") == ["ended after 0 s", "ended after 0.3 s"]
+
+
+def test_a_process_whose_children_may_live_longer_again_keeps_nothing() -> None:
+    """A worker may begin and end any number of instances."""
+    before = len(util._finalizer_registry)  # type: ignore[attr-defined]
+    for _ in range(3):
+        children = child_processes.ChildProcesses()
+        children.open()
+        children.close()
+    assert len(util._finalizer_registry) == before  # type: ignore[attr-defined]

@@ -162,7 +162,7 @@ class SimulatedCluster(LocalCluster):
     @_controller.setter
     def _controller(self, address: None) -> None:
         if self.entry.controller is not None:
-            self.controllers.lose(self.entry)
+            self.controllers.mark_lost(self.entry)
 
     @property
     def _controller_up(self) -> asyncio.Event:

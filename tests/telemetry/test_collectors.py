@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from daskserve.telemetry.collector import MAX_FOLDED, ProcessMetrics, plain_sample, sample_of
+from daskserve.telemetry.collector import (
+    MAX_ENDED,
+    MAX_FOLDED,
+    SWEEP_EVERY,
+    ProcessMetrics,
+    plain_sample,
+    sample_of,
+)
 from daskserve.telemetry.histogram import HistogramCounts, LatencyHistogram
 from daskserve.telemetry.table import METRICS, SECTIONS, MetricKind, MetricSample
 from daskserve.telemetry.user import UserMetric, UserSample
@@ -155,14 +162,28 @@ def test_the_totals_of_an_instance_end_with_it(scraped: Scraped) -> None:
 
 
 def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
-    staying = Metrics()
+    staying = Metrics(*(("deployment_requests", ("i", f"d{n}"), 0) for n in range(MAX_FOLDED + 100)))
     scraped.process.add(staying)
     for start in range(0, MAX_FOLDED + 100, 100):
         source = Metrics(*(("deployment_requests", ("i", f"d{n}"), 1) for n in range(start, start + 100)))
         scraped.process.add(source)
         scraped.process.remove(source)
-    assert len(scraped.lines()) == MAX_FOLDED
-    assert 'deployment="d0"' not in scraped.text()
+    assert sum(line.endswith(" 1.0") for line in scraped.lines()) == MAX_FOLDED
+
+
+def test_totals_of_deployments_without_replicas_are_dropped_first(scraped: Scraped) -> None:
+    """The counters of others would fall, and Prometheus would count what is left of them again."""
+    earlier, present = Metrics((*REQUESTS, 3)), Metrics((*REQUESTS, 1))
+    scraped.process.add(earlier)
+    scraped.process.add(present)
+    scraped.process.remove(earlier)
+    for number in range(2 * MAX_ENDED):
+        gone = Metrics(("deployment_requests", ("i", f"gone{number}"), 1))
+        scraped.process.add(gone)
+        scraped.process.remove(gone)
+    assert len(scraped.lines()) <= MAX_ENDED + SWEEP_EVERY + 1
+    assert 'deployment="gone0"' not in scraped.text()
+    assert any(line.endswith(" 4.0") for line in scraped.lines())
 
 
 def test_the_collector_keeps_no_source_alive(scraped: Scraped) -> None:

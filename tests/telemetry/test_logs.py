@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 from tables import each_case
 
+from daskserve.common.clock import time_of_day
 from daskserve.options.logging import LoggingConfig, over
 from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.request import IngressRequest, PassedResponse
@@ -344,6 +345,35 @@ def test_running_actors_write_as_their_changed_settings_say(tmp_path: Path) -> N
     logs.access((*access(proxy="proxy"),))
     assert out.lines.pop().startswith("INFO:     1.2.3.4")
     logs.close()
+
+
+def test_files_of_actors_that_ended_long_ago_are_deleted(tmp_path: Path) -> None:
+    now = time_of_day()
+
+    def old(name: str, days: float) -> str:
+        path = tmp_path / name
+        path.touch()
+        os.utime(path, (now - days * 86400,) * 2)
+        return name
+
+    kept = FileSink(tmp_path / "replica_shop_Model_idle.log", 1 << 20, 5)
+    kept.write(["a line"])
+    stays = {
+        old("replica_shop_Model_idle.log", 31),
+        old("replica_shop_Model_idle.log.1", 31),  # the rotated file of a replica that still runs
+        old("replica_shop_Model_young.log", 29),
+        old("notes.log", 99),
+    }
+    for gone in ("replica_shop_Model_gone.log", "replica_shop_Model_gone.log.2", "proxy_i_host_17.log"):
+        old(gone, 31)
+    for days, left in ((None, 7), (30.0, 4)):
+        logs = ProcessLogs(Lines())
+        logs.configure("shop/Model#abc", REPLICA, {"logs_dir": str(tmp_path), "ended_files_days": days})
+        logs.write(record(), REPLICA, has_handlers=False)
+        assert len({each.name for each in tmp_path.iterdir()} - {"replica_shop_Model_abc.log"}) == left
+        logs.close()
+    assert {each.name for each in tmp_path.iterdir()} == {*stays, "replica_shop_Model_abc.log"}
+    kept.close()
 
 
 def test_a_handler_that_raises_loses_only_its_own_line() -> None:

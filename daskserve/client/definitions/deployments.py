@@ -96,7 +96,7 @@ class Deployment:
             else DeploymentActorConfig.parse_all(deployment_actors),
         )
 
-    def bind(self, *args: Any, **kwargs: Any) -> Application:
+    def bind(self, /, *args: Any, **kwargs: Any) -> Application:
         """Return this deployment with its constructor's arguments: an application that `run` deploys.
 
         The arguments may contain other applications and their methods (``other.method``), also in lists,

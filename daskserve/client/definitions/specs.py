@@ -31,10 +31,10 @@ from daskserve.payload.pickling import Substitute, load_bytes
 from daskserve.payload.unpicklable import (
     arguments_of,
     dump_option,
+    path_to,
     shown,
     unpicklable_error,
     variable_of,
-    way_to,
 )
 
 #: The advice for an object in user code that cannot be pickled.
@@ -301,7 +301,7 @@ def _packed(
         variable = variable_of(definition, _name_of(definition))
         roots = [(variable, definition), *arguments_of(args, kwargs)]
         if isinstance(error, MisplacedObject):
-            place = shown(way_to(whole, roots, substitution))
+            place = shown(path_to(whole, roots, substitution))
             raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None
         raise unpicklable_error(
             f"The callable of {name}, or one of its arguments,",

@@ -208,7 +208,7 @@ class ClassicDeployment(Deployment):
         changed = replace(self, **changes, prev_version=prev_version)
         return Deployment.options(changed, **options)
 
-    def bind(self, *args: Any, **kwargs: Any) -> Application:
+    def bind(self, /, *args: Any, **kwargs: Any) -> Application:
         """Return this deployment with its arguments, as `Deployment.bind` does.
 
         Without arguments, those of the options ``init_args`` and ``init_kwargs`` are bound.

@@ -12,6 +12,9 @@ from daskserve.data.caller.calls.handle import Handle, routers_of
 from daskserve.data.caller.routing.router import Router
 from daskserve.errors import NotFoundError, RequestTimeoutError
 
+#: Minimum number of handles at which those that have become outdated are dropped.
+SWEPT = 64
+
 
 def handles_of(cluster: Process) -> KnownHandles:
     """Return the handles of a process for an instance, which all of its clients share."""
@@ -24,6 +27,8 @@ class KnownHandles:
 
     def __init__(self) -> None:
         self._handles: dict[EndpointTag, tuple[Handle, Router, Any]] = {}
+        #: The number of handles at which to look for outdated ones: doubled, so that a sweep is rare.
+        self._sweep_at = SWEPT
 
     def get(self, endpoint: EndpointTag) -> Handle | None:
         """Return the handle of an endpoint; None if there is none, or the endpoint has changed since."""
@@ -41,6 +46,15 @@ class KnownHandles:
             and list(published["python_methods"]) == list(facts["python_methods"])
         ):
             self._handles[router.endpoint] = (handle, router, published)
+            if len(self._handles) >= self._sweep_at:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the handles of endpoints that were deleted or have changed, each with its router."""
+        # A copy: another thread may add one meanwhile.
+        kept = {name: each for name, each in self._handles.copy().items() if self.get(name) is not None}
+        self._handles = kept
+        self._sweep_at = max(SWEPT, 2 * len(kept))
 
 
 async def open_router(cluster: Process, endpoint: EndpointTag, *, exists: bool) -> Router:

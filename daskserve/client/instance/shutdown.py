@@ -12,6 +12,7 @@ from daskserve.common.types import InstanceName
 from daskserve.data.caller.routing.waiting_calls import wait_until_sent
 from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
+from daskserve.telemetry.collector import PROCESS
 
 logger = logging.getLogger("daskserve.client.client")
 
@@ -96,6 +97,7 @@ async def _end(
     else:
         if has_ended:
             await cluster_connection.drop_cluster(instance)
+            PROCESS.forget(instance)
 
 
 async def _drain(cluster_connection: ClientConnection, instance: InstanceName) -> None:

@@ -277,13 +277,13 @@ class ChannelPool:
             kept=self._kept,
         )
 
-        def lose() -> None:
+        def on_lost() -> None:
             if worker and not transport.is_relayed:
                 self._on_silent(worker)
             channel.close()
 
         if transport.sock is not None:
-            PeerWatch(transport.sock, self._lost_after_s, lose)
+            PeerWatch(transport.sock, self._lost_after_s, on_lost)
         return channel
 
     def samples(self) -> list[MetricSample]:

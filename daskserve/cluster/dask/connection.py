@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from distributed import Client, Security, Worker
+from distributed import Client, Security, SpecCluster, Status, Worker
 from distributed.comm import connect
 
 from daskserve.cluster.actors.registry import ActorRegistry
@@ -36,7 +36,7 @@ from daskserve.cluster.distributed_internals import (
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, silence_probe, version_probe
-from daskserve.cluster.protocols.ended import ended_error
+from daskserve.cluster.protocols.ended import ended_error, forked_error
 from daskserve.cluster.protocols.started import StartedInstances
 from daskserve.common import settings
 from daskserve.common.clock import OneLoopClock, RequestIds, system_rng
@@ -48,6 +48,7 @@ from daskserve.errors import (
     ServeError,
     VersionMismatchError,
 )
+from daskserve.loops.at_fork import ActsAtFork, watch_forks
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.thread_calls import CallInbox, LoopQueues
@@ -88,7 +89,7 @@ class _InterruptibleCall(Generic[T]):
             self._task.cancel()
 
 
-class DaskConnection:
+class DaskConnection(ActsAtFork):
     """One process's connection to a Dask cluster; see the module.
 
     Parameters
@@ -146,12 +147,12 @@ class DaskConnection:
         self.owning_instances: set[InstanceName] = set()
         #: Whether daskserve created the Dask client, to connect to a scheduler in another process.
         self.owns_client = False
-        #: Whether the Dask client was closed together with the last instance that this program has ended.
-        self.is_done = False
-        #: The `daskserve.client.instance.connection.InstanceConnection` that `serve.run` reuses; None if
-        #: there is none.
+        #: Makes the error of later calls if the connection did not end by closing the Dask client.
+        self._end_error: Callable[[], ServeError] | None = None
+        #: The client's `InstanceConnection` that `serve.run` reuses; None if there is none.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
+        watch_forks(self)
         keep_connected(
             client,
             connection_args,
@@ -249,8 +250,8 @@ class DaskConnection:
 
     def closed_error(self) -> ServeError:
         """Return the error to raise if `is_closed`."""
-        if self.is_done:
-            return ended_error()
+        if self._end_error is not None:
+            return self._end_error()
         return ClusterUnreachableError(
             f"The Dask client of {self.scheduler_address} is closed, which closed daskserve's connection; "
             "create a new distributed.Client, and start or connect with it."
@@ -316,7 +317,7 @@ class DaskConnection:
         # A blocking program may reuse a client that was created for it: Dask closes it when the program ends.
         ends_client = self.owns_client and not self.started and is_asynchronous(self.client)
         if ends_scheduler or ends_client or cluster is not None:
-            self.is_done = True
+            self._end_error = ended_error  # the Dask client is closed with the program's last instance
             await self._close_client(cluster, ends_scheduler=ends_scheduler, asynchronous=asynchronous)
 
     async def _close_client(
@@ -365,6 +366,17 @@ class DaskConnection:
         """End this connection when the Dask client closes; the client's loop may keep running."""
         call_before_close(self.client, self.started.end_owned)
         call_when_closed(self.client, self._release)
+
+    def after_fork_in_child(self) -> None:
+        # The thread of the loop is not in this process. Dask's functions at exit would wait for it forever.
+        self._end_error = partial(
+            forked_error,
+            f"Connect here, with serve.connect(address={self.scheduler_address!r}), and use its handles; or "
+            "start processes with the method 'spawn'.",
+        )
+        self.client.status = "closed"
+        if isinstance(self.client.cluster, SpecCluster):
+            self.client.cluster.status = Status.closed
 
     def _release(self) -> None:
         self.channels.abort()

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from daskserve.cluster.local.values import LocalTransfer
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.protocols.base import Process
-from daskserve.cluster.protocols.ended import ended_error
+from daskserve.cluster.protocols.ended import ended_error, forked_error
 from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
+from daskserve.loops.at_fork import ActsAtFork, watch_forks
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 
@@ -29,7 +30,7 @@ class LocalInstances:
         return True
 
 
-class LocalConnection:
+class LocalConnection(ActsAtFork):
     """The part of `daskserve.cluster.dask.connection.DaskConnection` that handles and clients use."""
 
     scheduler_address = "local"
@@ -46,6 +47,11 @@ class LocalConnection:
         self._inbox: CallInbox | None = None
         self._world = world
         self._process = process
+        self._is_forked = False
+        watch_forks(self)
+
+    def after_fork_in_child(self) -> None:
+        self._is_forked = True  # the thread of the loop is not in this process
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -70,15 +76,19 @@ class LocalConnection:
     @property
     def is_open(self) -> bool:
         """Whether blocking calls are possible."""
-        return self.loop.is_running()
+        return self.loop.is_running() and not self._is_forked
 
     @property
     def is_closed(self) -> bool:
-        """Whether the loop is closed, so that all calls fail."""
-        return self.loop.is_closed()
+        """Whether the loop is closed, or in another process, so that all calls fail."""
+        return self._is_forked or self.loop.is_closed()
 
     def closed_error(self) -> ServeError:
         """Return the error to raise if `is_closed`."""
+        if self._is_forked:
+            return forked_error(
+                "Deploy here, with serve.run(..., local=True), and use the handle that it returns."
+            )
         return ended_error()
 
     def runs_here(self) -> bool:

@@ -1,8 +1,8 @@
-"""The error of calls after the program has ended the last instance on its cluster."""
+"""The errors of calls on a connection that has ended."""
 
 from __future__ import annotations
 
-from daskserve.errors import ClosedError
+from daskserve.errors import ClosedError, ClusterUnreachableError
 
 
 def ended_error() -> ClosedError:
@@ -10,4 +10,12 @@ def ended_error() -> ClosedError:
     return ClosedError(
         "This program has shut down the instance that the call is for. Deploy again, with serve.run(...), "
         "and use the handle that it returns."
+    )
+
+
+def forked_error(hint: str) -> ClusterUnreachableError:
+    """Return the error of a call on the connection of the process that this one was forked from."""
+    return ClusterUnreachableError(
+        "This process was forked, and has no connection of its own: the one that it has inherited works "
+        f"only in the process that made it. {hint}"
     )

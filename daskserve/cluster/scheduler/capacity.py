@@ -24,7 +24,8 @@ from typing import Any
 
 from distributed import Scheduler
 
-from daskserve.cluster.distributed_internals import replace_idle_timeout, replace_method, restore_method
+from daskserve.cluster.dask.handlers import replace_method, restore_method
+from daskserve.cluster.distributed_internals import replace_idle_timeout
 from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.scheduler.hosts import HOST_KEY
 from daskserve.common.types import InstanceName, WorkerAddress

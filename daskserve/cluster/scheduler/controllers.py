@@ -262,12 +262,12 @@ class ControllerSupervisor:
 
     async def replace(self, entry: Instance, excluded: set[WorkerAddress]) -> None:
         """Start a new controller on another worker; the old one is fenced and, if it is alive, stopped."""
-        old = self.lose(entry)
+        old = self.mark_lost(entry)
         await self.start(entry, excluded)
         if old is not None:
             self._spawn(self._end(old))
 
-    def lose(self, entry: Instance) -> ActorAddress | None:
+    def mark_lost(self, entry: Instance) -> ActorAddress | None:
         """Mark an instance's controller as lost; return its address."""
         old, entry.controller = entry.controller, None
         entry.controller_up.clear()

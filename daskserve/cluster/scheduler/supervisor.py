@@ -22,12 +22,11 @@ from daskserve.cluster.channel.connect.dialling import SPLICE_OP
 from daskserve.cluster.dask.cluster import SUPERVISOR_OP, topic_of
 from daskserve.cluster.dask.connection import connected
 from daskserve.cluster.dask.encryption import as_client
+from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.distributed_internals import (
-    add_handler,
     answer_signal,
     is_running,
     publish,
-    remove_handler,
     stop_answering_signal,
 )
 from daskserve.cluster.long_poll import ENDED, WORKERS
@@ -214,7 +213,7 @@ class Supervisor(SchedulerPlugin):
         for instance in list(self._instances.values()):
             self._publish(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
             if instance.controller is not None and instance.controller.worker == worker:
-                self._controllers.lose(instance)
+                self._controllers.mark_lost(instance)
                 self._tasks.spawn(self._controllers.start(instance))
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from distributed import Client, Worker, get_client, get_worker
+from distributed import Client, Status, Worker, get_client, get_worker
 
 from daskserve.cluster.dask.connection import DaskConnection, connection_of, connection_on
 from daskserve.cluster.protocols.base import ClusterConnection
@@ -13,6 +13,7 @@ from daskserve.cluster.worker.worker_view import WorkerView
 from daskserve.common.clock import LoopClock
 from daskserve.context import current_replica
 from daskserve.errors import InstanceError
+from daskserve.internals.current_worker import workers_here
 from daskserve.loops.event_loop import running_loop
 
 #: Interval at which to check whether the client of a worker is connected.
@@ -37,16 +38,23 @@ def find_connection() -> ClusterConnection:
 
 
 def default_client() -> Client | None:
-    """Return Dask's default client of this process if it is running; otherwise None."""
+    """Return Dask's default client of this process; None if there is none, or if it is closed.
+
+    One that has lost its scheduler, and connects again, is still the program's client.
+    """
     try:
         client = Client.current()
     except ValueError:
         return None
-    return client if client.status == "running" else None
+    return client if client.status in ("connecting", "running") else None
 
 
 def current_connection() -> DaskConnection | None:
-    """Return the caller's connection: from its replica, its Dask task's worker, or its Dask client."""
+    """Return the caller's connection: from its replica, its Dask task's worker, or its Dask client.
+
+    A thread that code of a replica or a task has started has none of them. It gets that of its process's
+    worker, if there is only one.
+    """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
         connection: DaskConnection = replica.cluster.connection
@@ -55,7 +63,10 @@ def current_connection() -> DaskConnection | None:
     if found is not None:
         return found
     client = default_client()
-    return None if client is None else connection_of(client)
+    if client is not None:
+        return connection_of(client)
+    workers = [each for each in workers_here() if each.status is Status.running]
+    return connection_on(workers[0]) if len(workers) == 1 else None
 
 
 def worker_connection() -> DaskConnection | None:

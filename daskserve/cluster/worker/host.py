@@ -28,13 +28,9 @@ from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
 from daskserve.cluster.channel.connect.keyring import ChannelSecret
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.encryption import as_client
+from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.dask.shared_values import ValueVerbs
-from daskserve.cluster.distributed_internals import (
-    NO_REPLY,
-    add_handler,
-    as_current,
-    remove_handler,
-)
+from daskserve.cluster.distributed_internals import NO_REPLY, as_current
 from daskserve.cluster.metrics_path import facts_of_server
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, HostedActor
 from daskserve.cluster.worker.interpreter import InterpreterTuning

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, ReplicaState
-from daskserve.control.backend.ranks import all_know_theirs
+from daskserve.control.backend.ranks import all_ranks_known
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
     AppRecord,
@@ -122,7 +122,7 @@ def neighbours(
     return [*found, *backend.needs] if backend.is_deleting else found
 
 
-def is_left_over(state: State, backend: BackendRecord) -> bool:
+def is_unused(state: State, backend: BackendRecord) -> bool:
     """Return whether a backend is no longer used after a completed change."""
     app = state.apps.get(backend.application) if backend.application else None
     if app is None or app.goal is not None or backend.is_deleting or backend.tag in app.tags:
@@ -137,7 +137,7 @@ def is_used(state: State, tag: BackendTag) -> bool:
 
 def _is_up(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
     replicas = list(replicas)
-    return goals.is_reached(backend, replicas) and all_know_theirs(backend, replicas, observed)
+    return goals.is_reached(backend, replicas) and all_ranks_known(backend, replicas, observed)
 
 
 def is_complete(

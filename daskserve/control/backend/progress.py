@@ -53,7 +53,7 @@ def is_overdue(
         return inputs.now >= full_from + limit_s and not makes_room(inputs.observed, backend, replicas)
     return (
         inputs.now >= deadline
-        and not has_moved(inputs.state, backend, step.change)
+        and not makes_progress(inputs.state, backend, step.change)
         and not is_at_work(inputs.state, inputs.observed, goal, backend)
     )
 
@@ -70,7 +70,7 @@ def note(
             deadline = inputs.now + _left_s(inputs, goal, limit_s, members)
             notes.deadlines[goal.goal_id] = deadline
         elif goal.timeout_s is None and (
-            has_moved(inputs.state, backend, step.change)
+            makes_progress(inputs.state, backend, step.change)
             or (inputs.now >= deadline and is_at_work(inputs.state, inputs.observed, goal, backend))
         ):
             deadline = notes.deadlines[goal.goal_id] = inputs.now + limit_s
@@ -132,7 +132,7 @@ def _tags(state: State, goal: GoalRecord, backend: BackendRecord) -> Sequence[Ba
     return (backend.tag,) if app is None else [tag for tag in app.tags if tag in state.backends]
 
 
-def has_moved(state: State, backend: BackendRecord, change: Change) -> bool:
+def makes_progress(state: State, backend: BackendRecord, change: Change) -> bool:
     """Return whether a step of a backend makes progress with its change.
 
     Replicas beyond the needed number, such as those that the autoscaler added, do not count.
@@ -222,7 +222,9 @@ def is_holding(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> boo
     return backend.canary is not None and running(backend, replicas) >= backend.version_replicas
 
 
-def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
+def progress_text(
+    state: State, goal: GoalRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+) -> str:
     """Return the progress of a change as text; empty if none of its replicas have run."""
     wanted, done = backend.needed_replicas, running(backend, replicas)
     is_update = goal.previous.get(backend.key) is not None

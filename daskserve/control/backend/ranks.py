@@ -28,7 +28,7 @@ def ranks_to_change(
         each.version == backend.version and not is_on(each, leaving) for each in placed
     )
     hosts = [observed.host_of(each.worker or "") for each in placed]
-    if are_right([each.rank for each in placed], hosts, is_settled=is_settled):
+    if are_valid([each.rank for each in placed], hosts, is_settled=is_settled):
         return []  # the usual case, checked first because it halves the time of most steps
     return [
         (each, rank)
@@ -37,7 +37,7 @@ def ranks_to_change(
     ]
 
 
-def are_right(ranks: Sequence[tuple[int, ...]], hosts: Sequence[str], *, is_settled: bool) -> bool:
+def are_valid(ranks: Sequence[tuple[int, ...]], hosts: Sequence[str], *, is_settled: bool) -> bool:
     """Return whether `new_ranks` changes none of these ranks, given the host of each."""
     if not all(ranks):
         return False
@@ -107,7 +107,7 @@ def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | N
     return rank, node_rank, local_rank, backend.version_replicas
 
 
-def all_know_theirs(backend: BackendRecord, replicas: Iterable[ReplicaRecord], observed: Observed) -> bool:
+def all_ranks_known(backend: BackendRecord, replicas: Iterable[ReplicaRecord], observed: Observed) -> bool:
     """Return whether no replica of a backend is known to run with a wrong rank."""
     return not any(has_wrong_rank_info(backend, each, observed) for each in replicas)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from daskserve.common.types import ReplicaState
 from daskserve.control.backend.inputs import StepInputs
-from daskserve.control.backend.ranks import are_right
+from daskserve.control.backend.ranks import are_valid
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
@@ -74,6 +74,6 @@ def _have_right_ranks(observed: Observed, replicas: Sequence[ReplicaRecord], wan
     ranks = [each.rank for each in replicas]
     hosts = [observed.host_of(each.worker or "") for each in replicas]
     known = [observed.rank_infos.get(each.tag) for each in replicas]
-    return are_right(ranks, hosts, is_settled=True) and all(
+    return are_valid(ranks, hosts, is_settled=True) and all(
         info is None or info == (*rank, wanted) for info, rank in zip(known, ranks, strict=True)
     )

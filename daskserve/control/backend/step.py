@@ -19,7 +19,7 @@ from daskserve.control.backend import gangs, progress, rollout_steps
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.deaths import keep_deaths
 from daskserve.control.backend.inputs import Step, StepInputs, grace_of, replica_tag, unplaced
-from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
+from daskserve.control.backend.ranks import all_ranks_known, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
 from daskserve.control.backend.steady_state import is_steady
@@ -196,10 +196,10 @@ class _Stepper:
         if goal is None or self.backend.is_deleting:
             return False
         if not isinstance(error, RolloutError):
-            far = progress.how_far(self.inputs.state, goal, self.backend, self.replicas.values())
+            far = progress.progress_text(self.inputs.state, goal, self.backend, self.replicas.values())
             error = progress.with_note(error, far)
         if isinstance(error, ReplicaStartError):
-            error = progress.with_note(error, goals.what_stays(goal))
+            error = progress.with_note(error, goals.remedy_of_failure(goal))
         self.apply(goals.rolled_back(self.inputs.state, goal, error, self.backend, self.inputs.wall))
         return True
 
@@ -370,7 +370,7 @@ class _Stepper:
             self.notes.most = None, 0
         else:
             progress.note(self.inputs, self.step, goal, self.backend, self.replicas)
-        if app_state.is_left_over(self.inputs.state, self.backend):
+        if app_state.is_unused(self.inputs.state, self.backend):
             self.apply({self.backend.key: replace(self.backend, is_deleting=True)})
         if self.backend.is_deleting:
             self.finish_deletion()
@@ -439,7 +439,7 @@ class _Stepper:
         goal, app, replicas = self.goal, self.app, self.replicas.values()
         if goal is not None and not goal.application:
             observed = self.inputs.observed
-            if goals.is_reached(self.backend, replicas) and all_know_theirs(self.backend, replicas, observed):
+            if goals.is_reached(self.backend, replicas) and all_ranks_known(self.backend, replicas, observed):
                 self.step.change[goal.key] = goals.finish(goal)
                 self.apply({self.backend.key: replace(self.backend, goal=None)})
             return

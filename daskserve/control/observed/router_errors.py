@@ -41,7 +41,7 @@ class RouterErrors:
                 fresh[router] = _ReportedError(text, now)
             self._known[tag] = fresh
             reported = self._reported.get(tag)
-            if reported is None or reported.text != text or now - reported.at >= REPEAT_S:
+            if reported is None or reported.text != text or abs(now - reported.at) >= REPEAT_S:
                 self._reported[tag] = _ReportedError(text, now)
                 new.append(tag)
         return new
@@ -61,4 +61,4 @@ class RouterErrors:
 
 
 def _is_fresh(error: _ReportedError, now: float) -> bool:
-    return now - error.at < STALE_S
+    return abs(now - error.at) < STALE_S  # a clock that was set back has reports of the future

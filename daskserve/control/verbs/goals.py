@@ -320,7 +320,7 @@ def _taken_back(
     return change
 
 
-def what_stays(goal: GoalRecord) -> str:
+def remedy_of_failure(goal: GoalRecord) -> str:
     """Return a text about the version that still serves after a failure in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"

@@ -125,7 +125,8 @@ def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, 
     ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time, for
     example because a worker was lost, count once.
     """
-    lately = [each for each in dead if wall - each.at < LOOP_S and each.version == backend.version]
+    # A clock that was set back has deaths of the future.
+    lately = [each for each in dead if abs(wall - each.at) < LOOP_S and each.version == backend.version]
     times = {each.at for each in lately}
     if len(times) < min(max(LOOP_RESTARTS, backend.num_replicas), KEPT_DEAD):
         return ""

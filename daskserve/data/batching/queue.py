@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from daskserve.common.clock import LoopClock
+from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.data.batching.early_start import EarlyStart
 from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.batching.tuning import BatchTuner
@@ -131,8 +131,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._numbers = itertools.count()
         self._alarm = Alarm(self.reconsider)
         self._is_starting = False
-        #: The tasks of running batches, with their start times in seconds since the epoch and their items.
-        self._tasks: dict[asyncio.Task[None], tuple[float, list[BatchEntry[ItemT, ResultT]]]] = {}
+        #: The tasks of running batches, with their start times in seconds since the epoch and on the
+        #: `stopwatch`, and their items.
+        self._tasks: dict[asyncio.Task[None], tuple[float, float, list[BatchEntry[ItemT, ResultT]]]] = {}
 
     def __repr__(self) -> str:
         return f"<BatchQueue waiting={self.queued()} running={len(self._tasks)}>"
@@ -147,7 +148,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     @property
     def running(self) -> dict[asyncio.Task[None], float]:
         """The tasks of running batches, with their start times in seconds since the epoch."""
-        return {task: began for task, (began, _) in self._tasks.items()}
+        return {task: began for task, (began, _, _) in self._tasks.items()}
 
     async def submit(self, item: ItemT, key: Hashable = None, priority: int = 0) -> ResultT:
         """Return the item's result once its batch has run; cancellation removes the item."""
@@ -205,7 +206,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         if not entry.result.cancel() and not entry.result.cancelled():
             entry.result.exception()  # so that asyncio does not log the exception as never retrieved
             return
-        for task, (_, batch) in self._tasks.items():
+        for task, (_, _, batch) in self._tasks.items():
             if entry in batch:
                 if all(each.result.done() for each in batch):
                     task.cancel()
@@ -327,7 +328,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
             if has_waited and self._early_start is not None:
                 self._early_start.waited(waits_s, self._limits.wait_s, most)
             task = loop.create_task(self._run_batch(batch))
-            self._tasks[task] = LoopClock().wall(), batch
+            self._tasks[task] = LoopClock().wall(), stopwatch(), batch
             task.add_done_callback(self._note_end)
         self.reconsider()
 
@@ -340,9 +341,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 self._drop_if_empty(key, key_queue)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        began, _ = self._tasks.pop(task)
+        _, began, _ = self._tasks.pop(task)
         if self._on_end is not None:
-            self._on_end(max(0.0, LoopClock().wall() - began))
+            self._on_end(stopwatch() - began)
         self.reconsider()
 
     async def _run_items(self, batch: list[BatchEntry[ItemT, ResultT]]) -> Sequence[ResultT | BaseException]:
@@ -384,7 +385,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)
         if self._early_start is not None:  # called before the callers get their results, as above
-            self._early_start.ended(self.queued() + sum(len(each) for _, each in self._tasks.values()))
+            self._early_start.ended(self.queued() + sum(len(each) for _, _, each in self._tasks.values()))
         _settle(batch, results)
         del batch, results  # as in submit()
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from daskserve.common.formatting import shown
@@ -24,11 +25,7 @@ async def unload(model: Any, hook: Callable[[Any], Any] | None, *, name: str) ->
 
     An async function is awaited, and a plain one runs in a new thread. Errors and timeouts are logged.
     """
-    function = _bound(model) if hook is None else lambda: hook(model)
-    if function is None:
-        return
-    is_async = inspect.iscoroutinefunction(hook if hook is not None else function)
-    running = asyncio.ensure_future(function() if is_async else _in_thread(function))
+    running = asyncio.ensure_future(_end(model, hook))
     try:
         await asyncio.wait([running], timeout=UNLOAD_TIMEOUT_S)
     except asyncio.CancelledError:
@@ -44,11 +41,22 @@ async def unload(model: Any, hook: Callable[[Any], Any] | None, *, name: str) ->
     silence_destructor(model)
 
 
+async def _end(model: Any, hook: Callable[[Any], Any] | None) -> None:
+    function = _bound(model) if hook is None else partial(hook, model)
+    if function is None:
+        return
+    if inspect.iscoroutinefunction(function if hook is None else hook):
+        await function()
+    else:
+        await _in_thread(function)
+
+
 def _bound(model: Any) -> Callable[[], Any] | None:
-    for name in ("__del__", "aclose", "close"):
-        if callable(found := getattr(model, name, None)) and not isinstance(model, type):
-            return found  # type: ignore[no-any-return]
-    return None
+    if isinstance(model, type):
+        return None
+    # Python finds special methods in the class only: an object with `__getattr__` may answer to any name.
+    names = ["__del__"] if hasattr(type(model), "__del__") else ["aclose", "close"]
+    return next((each for name in names if callable(each := getattr(model, name, None))), None)
 
 
 async def _in_thread(function: Callable[[], Any]) -> None:

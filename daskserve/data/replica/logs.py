@@ -60,7 +60,7 @@ class ReplicaLogs:
 
 
 @contextmanager
-def speaking_for(start: ReplicaStart, context: ContextWith[Any]) -> Iterator[None]:
+def replica_log_context(start: ReplicaStart, context: ContextWith[Any]) -> Iterator[None]:
     """Apply a replica's logging settings to records about it, although its process has ended."""
     logs, config = context.logs, getattr(start.config, "logging_config", None)
     if logs is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from daskserve.common.clock import LoopClock, time_of_day
+from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.data.tasks.config import TaskProcessorConfig, TaskResult
 from daskserve.data.tasks.states import ENDED
 from daskserve.payload.importing import import_definition
@@ -114,11 +114,11 @@ class TaskProcessorAdapter(ABC):
 
     def wait_for_task_sync(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
         """Return a task once it has ended, or in its current state after ``timeout_s`` seconds."""
-        deadline = math.inf if timeout_s is None else time_of_day() + timeout_s
+        deadline = math.inf if timeout_s is None else stopwatch() + timeout_s
         pause = threading.Event()
         while True:
             found = self.get_task_status_sync(task_id)
-            left_s = deadline - time_of_day()
+            left_s = deadline - stopwatch()
             if found.status in ENDED or left_s <= 0:
                 return found
             pause.wait(min(POLL_S, left_s))

@@ -25,6 +25,7 @@ from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
 from daskserve.data.tasks.config import CeleryAdapterConfig, TaskProcessorConfig, TaskResult
 from daskserve.data.tasks.consumer import Lost, Released
 from daskserve.data.tasks.errors import TaskQueueError
+from daskserve.data.tasks.payloads import checked_arguments
 from daskserve.errors import BadRequestError, ServeError
 
 logger = logging.getLogger("daskserve.tasks")
@@ -148,9 +149,8 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             sent["countdown"] = delay_s
         if (at := options.pop("at", None)) is not None:
             sent["eta"] = at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)
-        _called(
-            self.app.send_task, task_name, args=list(args or ()), kwargs=dict(kwargs or {}), **sent, **options
-        )
+        args, kwargs = checked_arguments(args, kwargs)
+        _called(self.app.send_task, task_name, args=list(args), kwargs=kwargs, **sent, **options)
         return TaskResult(id=id, status="PENDING")
 
     def get_task_status_sync(self, task_id: str) -> TaskResult:

@@ -30,6 +30,7 @@ from daskserve.data.tasks.config import (
 from daskserve.data.tasks.consumer import Failure, TaskConsumer
 from daskserve.data.tasks.errors import TaskConflictError
 from daskserve.data.tasks.payloads import (
+    checked_arguments,
     digest_of,
     error_parts,
     error_text,
@@ -360,8 +361,9 @@ def _made(
         )
     if result_ttl_s is not None and not _is_duration(result_ttl_s):
         raise BadRequestError(f"result_ttl_s is {result_ttl_s!r:.100}; give a number of seconds, from 0 on")
+    args, kwargs = checked_arguments(args, kwargs)
     options: DurableOptions = config.adapter_config
-    payload = packed_arguments(task_name, args or (), kwargs or {}, options.max_payload_bytes)
+    payload = packed_arguments(task_name, args, kwargs, options.max_payload_bytes)
     now = time_of_day()
     return Task(
         id or new_id(),
@@ -371,7 +373,7 @@ def _made(
         created_at=now,
         due_at=_due_at(now, given.get("delay_s", 0.0), given.get("at")),
         priority=priority,
-        digest=digest_of(args or (), kwargs or {}) if id else "",
+        digest=digest_of(args, kwargs) if id else "",
         result_ttl_s=result_ttl_s,
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from daskserve.common.types import Payload
-from daskserve.errors import BodyTooLargeError, ServeError
+from daskserve.errors import BadRequestError, BodyTooLargeError, ServeError
 from daskserve.payload.pickling import dump
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 
@@ -34,6 +34,16 @@ def parted(data: bytes) -> Payload:
 def load(data: bytes) -> Any:
     """Return the value in a result of `joined`. A pickle can run any code."""
     return parted(data).load()
+
+
+def checked_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a task; raise `BadRequestError` if they are no list and dict, or None."""
+    args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
+    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
+        raise BadRequestError(f"args is {args!r:.100}; give a list of arguments")
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise BadRequestError(f"kwargs is {kwargs!r:.100}; give a dict of arguments by name")
+    return tuple(args), dict(kwargs)
 
 
 def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit: int) -> bytes:

@@ -18,9 +18,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from daskserve.common.clock import stopwatch, time_of_day
 from daskserve.telemetry.logs.access import AccessLines, Format
 from daskserve.telemetry.logs.ended import EndedFiles
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
+from daskserve.telemetry.logs.old_files import delete_old
 from daskserve.telemetry.logs.records import ACCESS, Access, AccessLine, Tags
 from daskserve.telemetry.logs.ring import Ring
 from daskserve.telemetry.logs.settings import LOGGERS, LogSettings, merged
@@ -29,6 +31,8 @@ from daskserve.telemetry.table import MetricSample
 
 #: The level of daskserve's own loggers in a process where no instance has settings.
 DEFAULT_LEVEL = logging.INFO
+#: Minimum time between two searches for files of actors that ended long ago.
+DELETE_EVERY_S = 3600.0
 
 Layer: TypeAlias = Mapping[str, Any] | None
 
@@ -101,6 +105,8 @@ class ProcessLogs:
         #: Whether settings have changed since the files were opened.
         self._has_changed = False
         self._levels: dict[str, int] = {}
+        #: When to look next for files to delete.
+        self._delete_at = stopwatch()
 
     # ---- settings
 
@@ -273,7 +279,15 @@ class ProcessLogs:
         if sink is None:
             sink = FileSink(path, settings.max_file_bytes, settings.max_files)
             self._files[path] = sink
+            self._delete_old(path.parent, settings.ended_files_days)
         return sink
+
+    def _delete_old(self, folder: Path, days: float | None) -> None:
+        """Delete the files of actors that ended long ago; seldom, because a folder may have thousands."""
+        if days is None or stopwatch() < self._delete_at:
+            return
+        self._delete_at = stopwatch() + DELETE_EVERY_S
+        delete_old(folder, days, time_of_day())
 
     # ---- for metrics and the status
 

@@ -38,6 +38,7 @@ class LogSettings:
     output: str | None = None
     max_file_bytes: int = 64 << 20
     max_files: int = 5
+    ended_files_days: float | None = 30.0
     level: int = field(init=False)
 
     def __post_init__(self) -> None:

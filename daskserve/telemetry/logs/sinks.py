@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TextIO
 
 from daskserve.common.clock import stopwatch
+from daskserve.telemetry.logs.old_files import hold
 
 #: Time after which a sink that failed is tried again.
 RETRY_S = 1.0
@@ -108,6 +109,7 @@ class FileSink:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            hold(self._file)
             self._size = os.fstat(self._file.fileno()).st_size
         return self._file
 

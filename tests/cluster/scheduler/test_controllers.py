@@ -14,6 +14,7 @@ from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.protocols.base import ActorSpec, HostedActor, verb, verbs_of
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.cluster.scheduler.controllers import (
+    MISSES,
     START_RETRY_S,
     ControllerSupervisor,
     Instance,
@@ -30,12 +31,14 @@ from daskserve.testing import wait_until
 
 
 class Controller:
-    """A controller that answers pings until it hangs."""
+    """A controller that answers pings until it hangs; ``answers_from`` ends that after so many pings."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self.spec = spec
         self.verbs = verbs_of(self)
         self.hangs = self.is_stopped = False
+        self.unanswered = 0
+        self.answers_from: int | None = None
 
     async def start(self) -> Mapping[str, Any]:
         return {}
@@ -48,7 +51,8 @@ class Controller:
 
     @verb
     async def ping(self, store: Mapping[str, Any]) -> None:
-        if self.hangs:
+        if self.hangs and self.unanswered != self.answers_from:
+            self.unanswered += 1
             await asyncio.Event().wait()
 
 
@@ -147,6 +151,21 @@ async def test_a_controller_that_does_not_answer_pings_is_replaced_and_stopped()
 
 
 @pytest.mark.virtual_time
+async def test_a_new_controller_may_miss_as_many_pings_as_the_one_that_it_replaces() -> None:
+    site = Site()
+    await site.controllers.start(site.entry)
+    site.tasks.spawn(site.controllers.watch())
+    site.hosts.made[0].hangs = True
+    await wait_until(lambda: site.hosts.made[0].is_stopped)
+    assert site.hosts.made[0].unanswered == MISSES
+    site.hosts.made[1].hangs, site.hosts.made[1].answers_from = True, MISSES - 1
+    await asyncio.sleep(60)
+    assert site.hosts.made[1].unanswered == MISSES - 1
+    assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
+    await site.tasks.close()
+
+
+@pytest.mark.virtual_time
 async def test_a_hanging_controller_is_replaced_although_one_of_the_same_epoch_answers() -> None:
     """Each instance counts its own epochs, so the controllers of two instances may have the same one."""
     site = Site()
@@ -207,7 +226,7 @@ async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_att
         raise StoreUnavailableError("the store is away")
 
     monkeypatch.setattr(site.entry.store, "claim_epoch", fail)
-    site.controllers.lose(site.entry)
+    site.controllers.mark_lost(site.entry)
     for _ in range(20):  # as the supervisor does for each worker
         await site.controllers.start(site.entry)
     await asyncio.sleep(10 * START_RETRY_S)

@@ -156,6 +156,21 @@ async def test_a_fixed_number_together_with_autoscaling_is_refused(stage: Stage)
 
 
 @staged()
+async def test_an_explanation_shows_the_options_that_apply(stage: Stage) -> None:
+    def shown(found: Any) -> tuple[Any, ...]:
+        bounds = found.min_replicas, found.max_replicas
+        return found.wanted, found.policy_wants, *bounds, found.policy, found.is_dry_run, found.is_external
+
+    await stage.create(num_replicas=2)
+    assert shown(await explained(stage)) == (2, None, None, None, "", False, False)
+    await stage.update(num_replicas=None, autoscaling_config={**QUICK, "min_replicas": 1})
+    await load(stage, 4, seconds=10)
+    assert shown(await explained(stage)) == (4, 4, 1, 4, "target_ongoing_requests", False, False)
+    await stage.update(autoscaling_config=None, num_replicas=1, external_scaler_enabled=True)
+    assert shown(await explained(stage)) == (1, None, None, None, "", False, True)
+
+
+@staged()
 async def test_a_dry_run_only_reports(stage: Stage) -> None:
     await stage.create(num_replicas=1, autoscaling_config={**QUICK, "dry_run": True})
     await load(stage, 4, seconds=10)

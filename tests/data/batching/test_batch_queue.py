@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from daskserve.common.clock import LoopClock
 from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.batching.queue import BatchQueue
 from daskserve.errors import ServeError, UserCodeError
@@ -78,6 +79,23 @@ def test_without_a_wait_items_of_one_loop_iteration_share_a_batch() -> None:
         assert runner.batches == [[1, 2], [3]]
 
     run(scenario, wait_s=0)
+
+
+def test_the_duration_of_a_batch_does_not_depend_on_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s: list[float] = []
+
+    async def answer(items: list[Any]) -> Sequence[Any]:
+        monkeypatch.setattr(LoopClock, "wall", lambda self: 1e12)
+        return items
+
+    async def scenario() -> None:
+        queue: BatchQueue[Any, Any] = BatchQueue(answer, BatchLimits(1, 0), on_end=took_s.append)
+        await queue.submit(1)
+        await turns()
+
+    asyncio.run(scenario())
+    assert len(took_s) == 1
+    assert 0 < took_s[0] < LONG_S
 
 
 def test_batches_that_are_not_serial_overlap() -> None:

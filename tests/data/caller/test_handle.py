@@ -52,6 +52,8 @@ def test_a_method_of_a_deployment_may_be_named_route() -> None:
     [
         ({"timeout_s": 0}, "timeout_s must be more than 0, or None; got 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be more than 0"),
+        ({"timeout_s": True}, "timeout_s must be more than 0"),
+        ({"stream": "no"}, "stream must be True or False; got 'no'"),
         ({"method_name": 1}, "method_name must be a string; got 1"),
         ({"multiplexed_model_id": None}, "multiplexed_model_id must be a string; got None"),
         ({"session_id": b"a"}, "session_id must be a string"),

@@ -95,9 +95,10 @@ def test_a_program_is_no_deployment(client: Client) -> None:
 
 def test_a_lost_connection_has_the_names_and_keeps_what_is_known_of_it() -> None:
     shared = ActorLostError("The connection to tcp://10.0.0.1:1 was lost.", begun=True, is_disconnected=True)
+    shared.__cause__ = ConnectionResetError("by the peer")
     called = with_called(shared, "app/model", is_legacy=False)
     text = f"A call to deployment 'model' of application 'app' failed: {shared}"
-    assert (str(called), called.is_disconnected) == (text, True)
+    assert (str(called), called.is_disconnected, called.__cause__) == (text, True, shared.__cause__)
     assert str(shared) == "The connection to tcp://10.0.0.1:1 was lost."
     assert with_called(called, "other", is_legacy=True) is called
     assert with_caller(called) is called  # no replica reads it

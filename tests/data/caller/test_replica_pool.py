@@ -401,21 +401,21 @@ def all_but_one_full(size: int) -> ReplicaPool:
     return pool
 
 
-def half_set_aside(size: int) -> ReplicaPool:
+def half_suspended(size: int) -> ReplicaPool:
     pool = idle(size)
     for number in range(0, size, 2):
         pool.suspend(pool._entries[str(number)], 1.0)
     return pool
 
 
-def all_set_aside_but_one(size: int) -> ReplicaPool:
+def all_suspended_but_one(size: int) -> ReplicaPool:
     pool = idle(size)
     for number in range(1, size):
         pool.suspend(pool._entries[str(number)], 1.0)
     return pool
 
 
-@each_case("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
+@each_case("make", [idle, all_but_one_full, half_suspended, all_suspended_but_one])
 def test_choosing_costs_the_same_among_a_thousand_replicas(make: Callable[[int], ReplicaPool]) -> None:
     def cost(size: int) -> int:
         pool, rng = make(size), random.Random(1)

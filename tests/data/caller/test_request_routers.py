@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import random
 import sys
@@ -499,6 +500,13 @@ async def test_it_may_be_async(function: Any, answers: Any) -> None:
     answers(function)
     stage = await custom()
     assert [stage.ask() for _ in range(3)] == ["r0"] * 3
+    stage.routing.close()
+
+
+async def test_a_copy_of_a_replica_stands_for_the_replica(answers: Any) -> None:
+    answers(lambda replicas, request: [[copy.copy(replicas[2])]])
+    stage = await custom()
+    assert stage.ask() == "r2"
     stage.routing.close()
 
 

@@ -1597,6 +1597,25 @@ async def test_what_waits_for_a_new_version_gets_the_replicas_that_come_after_th
     assert all(each.done() for each in sent)
 
 
+async def test_nothing_is_watched_for_a_rollout_once_its_deployment_is_deleted(stage: Stage) -> None:
+    router = stage.endpoint({"b": 1.0})
+    new = {"replicas": [["n1", "worker-of-n1", 1]], "concurrency": 1, "max_queued": 9, "max_crash_retries": 1}
+    rollout = {"key": "r/0/1.0", "share": 1.0, "names": ["2", "1"], "sticky": None, "new": new}
+    stage.publish("r1", rollout=rollout)
+    request = replace(CALL)
+    request.model_id = "a model"
+    sent = stage.send(router, request)
+    await quiet()
+    assert stage.listener.watchers["models/b"]
+    stage.replicas.finish("n1")
+    await sent
+    stage.publish("n1")
+    stage.listener.tell("backend/b", None)
+    stage.listener.tell("endpoint/e", None)
+    stage.routers.forget("e")
+    assert [key for key, watchers in stage.listener.watchers.items() if watchers and "/b" in key] == []
+
+
 # ---- priorities
 
 

@@ -740,6 +740,20 @@ def test_a_model_may_be_unloaded_in_many_ways_and_only_once() -> None:
     assert ended == ["close daskserve-unload", "aclose", "async del", "del", "hook"]
 
 
+class Attributes:
+    """Raises the wrong error for a missing attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_a_model_whose_attributes_raise_is_unloaded(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(unloading.unload(Attributes(), None, name="m"))
+    assert "Unloading m failed" in caplog.text
+    assert "KeyError: 'aclose'" in caplog.text
+
+
 def test_an_unload_that_fails_or_hangs_is_logged_and_gives_its_room_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

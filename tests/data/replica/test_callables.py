@@ -371,6 +371,28 @@ def test_an_async_destructor_is_awaited_once(slots: dict[str, Any]) -> None:
     assert seen == ["deleted"]
 
 
+class Attributes:
+    """Its attributes are the items of a dict, with the wrong error for missing ones."""
+
+    def __init__(self) -> None:
+        self.__dict__["items"] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["items"][name]
+
+    def __call__(self) -> str:
+        return "called"
+
+
+def test_an_object_whose_attributes_raise_is_released() -> None:
+    """Python looks for ``__del__`` in the class, and so does daskserve."""
+    servable = Servable(Attributes, (), {})
+    servable.construct_in_thread()
+    assert not servable.must_be_closed_on_loop
+    asyncio.run(servable.close())
+    assert servable.target is None
+
+
 # ---- methods and hooks
 
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from daskserve.common.clock import LoopClock
-from daskserve.data.replica.process.metrics import METRICS_S, keep_asking_for_metrics
+from daskserve.data.replica.process.metrics import METRICS_S, poll_metrics
 from daskserve.errors import ActorLostError
 from daskserve.testing import run_virtual
 
@@ -32,7 +32,7 @@ def test_a_repeated_failure_is_logged_once_and_again_when_it_changes(
                 raise ActorLostError("gone")
 
     async def main() -> None:
-        await keep_asking_for_metrics(ask, "b#AAAAAA", LoopClock())
+        await poll_metrics(ask, "b#AAAAAA", LoopClock())
         assert asyncio.get_running_loop().time() == pytest.approx((len(told) + 1) * METRICS_S)
 
     with caplog.at_level(logging.INFO, "daskserve.replica"):

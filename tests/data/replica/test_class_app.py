@@ -362,6 +362,31 @@ def test_classes_of_one_application_have_only_their_own_routes() -> None:
         assert paths(made) == ["/", "/common", "/later"]
 
 
+def test_classes_of_one_application_do_not_have_each_others_methods_of_one_name() -> None:
+    app = FastAPI(openapi_url=None)  # the first route is that of a method
+
+    @ingress(app)
+    class First:
+        @app.get("/first")
+        def method(self) -> str:
+            return "got"
+
+        @app.post("/first")
+        def method(self) -> str:  # noqa: F811
+            return "posted"
+
+    @ingress(app)
+    class Second:
+        @app.get("/second")
+        def method(self) -> str:
+            return "second"
+
+    first, second = First(), Second()
+    assert [get(first, "/first", method).json() for method in ("GET", "POST")] == ["got", "posted"]
+    assert [get(second, "/first", method).status_code for method in ("GET", "POST")] == [404, 404]
+    assert get(second, "/second").json() == "second"
+
+
 def test_the_application_itself_is_not_changed() -> None:
     app, sub = FastAPI(), FastAPI()
     app.mount("/sub", sub)

@@ -22,7 +22,7 @@ from daskserve.data.replica.user_code.responses import (
     Unfinished,
     dump_result,
     raised_response,
-    to_answer,
+    to_response,
 )
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload.error_text import traceback_text
@@ -81,7 +81,7 @@ def test_each_kind_of_result_has_its_content_type() -> None:
         (ValueError("no luck"), "application/json", b'"no luck"'),
     ]:
         with case(result, content_type, body):
-            status, headers, written = head_and_body(to_answer(result))
+            status, headers, written = head_and_body(to_response(result))
             assert (status, headers["content-type"], written) == (200, content_type, body)
             assert "content-length" not in headers  # the server adds it
 
@@ -90,14 +90,14 @@ def test_a_result_that_cannot_be_written_is_named_by_its_type() -> None:
     for result in [Opaque(), {"deep": [Opaque()]}]:
         with case(result):
             with pytest.raises(UserCodeError, match=r"test_conversion\.Opaque cannot be written as JSON"):
-                to_answer(result)
+                to_response(result)
 
 
 def test_a_result_that_contains_itself_is_an_error() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UserCodeError, match=r"builtins\.list"):
-        to_answer(loop)
+        to_response(loop)
 
 
 def test_the_result_of_a_call_is_pickled_or_named() -> None:
@@ -114,16 +114,16 @@ def test_the_result_of_a_call_is_pickled_or_named() -> None:
 def test_a_plain_response_is_passed_on_with_status_headers_and_cookies() -> None:
     response = Response("text", 201, headers={"x-key": "v"}, media_type="text/css")
     response.set_cookie("c", "1")
-    status, headers, body = head_and_body(to_answer(response))
+    status, headers, body = head_and_body(to_response(response))
     assert (status, headers["x-key"], body) == (201, "v", b"text")
     assert headers["content-type"] == "text/css; charset=utf-8"
     assert headers["set-cookie"].startswith("c=1")
-    assert head_and_body(to_answer(JSONResponse({"a": 1})))[2] == b'{"a":1}'
+    assert head_and_body(to_response(JSONResponse({"a": 1})))[2] == b'{"a":1}'
 
 
 def test_responses_that_do_more_than_render_send_themselves() -> None:
     for response in (StreamingResponse(iter("ab")), Response("x", background=BackgroundTask(print))):
-        answer = to_answer(response)
+        answer = to_response(response)
         assert isinstance(answer, Unfinished)
         assert not answer.needs_thread
 

@@ -281,8 +281,9 @@ def test_a_wrong_working_directory_is_an_error(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(BadRequestError, match="neither a folder nor a zip file"):
             working_dir.pack_folder(place)
     monkeypatch.setattr(working_dir, "MAX_BYTES", 5)
-    with pytest.raises(BadRequestError, match="the maximum"):
-        working_dir.pack_folder(str(tmp_path))
+    for place in (tmp_path, tmp_path / "text.zip"):
+        with pytest.raises(BadRequestError, match="the maximum"):
+            working_dir.pack_folder(str(place))
 
 
 def test_variables_alone_keep_the_workers_python() -> None:

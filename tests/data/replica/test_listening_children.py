@@ -15,9 +15,16 @@ from daskserve.common.clock import LoopClock
 from daskserve.context import current_instance
 from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.process.listening import KEY as SHARED_KEY
-from daskserve.data.replica.process.listening import LEAVE_S, ListeningChildren, answers_itself, with_children
+from daskserve.data.replica.process.listening import (
+    LEAVE_S,
+    ListeningChildren,
+    Port,
+    answers_itself,
+    with_children,
+)
 from daskserve.data.replica.process.replica import ReplicaServer
 from daskserve.errors import ActorLostError
+from daskserve.telemetry.collector import MAX_ENDED, SWEEP_EVERY
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
 
@@ -248,6 +255,15 @@ async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> N
     total = with_children(own, found.port.samples())
     assert (total["ongoing"], total["ended"]) == (1, 6 if how == "forget" else 8)
     await found.children.remove("b#1", 0)
+
+
+def test_the_number_of_kept_counts_of_ended_children_is_bounded() -> None:
+    port = Port("proxy", b"start", [7], bool)
+    for number in range(0, 10 * MAX_ENDED, 1000):
+        routes = range(number, number + 1000)
+        port.report("b#1", [["http_requests", ["i", f"/{each}", "e", "GET", "200"], 1] for each in routes])
+        port.fold("b#1")
+    assert len(port.samples()) <= MAX_ENDED + SWEEP_EVERY
 
 
 async def test_a_lost_child_holds_up_nothing() -> None:

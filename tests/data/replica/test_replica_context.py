@@ -243,3 +243,17 @@ def test_replicas_of_an_instance_have_ranks_that_the_status_shows_and_a_rescale_
                 assert selection.replica_metadata["address"] == f"tcp://{selection.replica_id}"
 
         asyncio.run(choose())
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_replica_has_the_name_that_its_program_gave(isolation: Any) -> None:
+    def named(request: Any = None) -> str:
+        return serve.get_replica_context().display_name
+
+    with local_instance() as client:
+        client.create_backend("classic", named, config={"isolation": isolation})
+        client.create_endpoint("e", backend="classic")
+        app = serve.deployment(named, name="d").options(isolation=isolation)
+        handle = client.run(app.bind(), name="shop", route_prefix=None)
+        assert client.get_handle("e").remote().result() == "backend 'classic'"
+        assert handle.remote().result() == "deployment 'd' of application 'shop'"

@@ -546,9 +546,10 @@ def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
 
 def test_closing_cancels_everything_and_leaves_no_thread() -> None:
     async def scenario(executor: UserExecutor) -> None:
-        cancelled = threading.Event()
+        begun, cancelled = threading.Event(), threading.Event()
 
         async def forever() -> None:
+            begun.set()
             try:
                 await asyncio.get_running_loop().create_future()
             except asyncio.CancelledError:
@@ -558,14 +559,40 @@ def test_closing_cancels_everything_and_leaves_no_thread() -> None:
         await executor.run_sync(int)
         await executor.run_sync(int, threads=executor.reserved)
         caller = asyncio.create_task(executor.run_async(forever))
-        await asyncio.sleep(0)
+        await until(begun.is_set)
         assert await executor.close(DEADLINE_S)
+        assert cancelled.is_set()
         with pytest.raises(ClosedError):
             await caller
         assert [t.name for t in threading.enumerate() if t.name.startswith("daskserve-")] == []
         with pytest.raises(ClosedError):
             await executor.run_sync(int)
         assert await executor.close(DEADLINE_S)
+
+    run(scenario)
+
+
+def test_closing_cancels_background_tasks_and_waits_until_they_have_ended() -> None:
+    ended = threading.Event()
+
+    async def background() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0.01)  # as for the last message on a connection
+            ended.set()
+
+    async def scenario(executor: UserExecutor) -> None:
+        tasks = []
+
+        async def spawn() -> None:
+            tasks.append(asyncio.create_task(background()))
+            await asyncio.sleep(0)  # the task begins
+
+        await executor.run_async(spawn)
+        assert await executor.close(DEADLINE_S)
+        assert ended.is_set()
+        assert tasks[0].cancelled()
 
     run(scenario)
 

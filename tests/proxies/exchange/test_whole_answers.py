@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
-from daskserve.data.replica.user_code.responses import ConvertedResponse, to_answer
+from daskserve.data.replica.user_code.responses import ConvertedResponse, to_response
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app
@@ -37,7 +37,7 @@ class Backend:
 
     async def __call__(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         self.heads.append(dict(envelope.head))
-        answer = to_answer(self.result() if inspect.isfunction(self.result) else self.result)
+        answer = to_response(self.result() if inspect.isfunction(self.result) else self.result)
         assert isinstance(answer, ConvertedResponse)
         assert answer.message is not None
         await send(answer.message)

@@ -23,7 +23,7 @@ class AsyncHandle(Handle):
         changed = super().options(**changes)
         return awaited(changed) if type(changed) is Handle else changed
 
-    async def remote(self, *args: Any, **kwargs: Any) -> Response:  # type: ignore[override]
+    async def remote(self, /, *args: Any, **kwargs: Any) -> Response:  # type: ignore[override]
         """Start a call and return its `Response`, which can be awaited; otherwise like `Handle.remote`."""
         return super().remote(*args, **kwargs)
 

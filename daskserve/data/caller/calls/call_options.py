@@ -77,11 +77,15 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         timeout_s: Any = self.timeout_s
-        if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) > 0):
+        is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+        if timeout_s is not None and not (is_number and float(timeout_s) > 0):
             raise BadRequestError(f"timeout_s must be more than 0, or None; got {timeout_s!r}.")
         for name in ("method_name", "shard_key", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
                 raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")
+        for name in ("stream", "idempotent", "by_reference", "prefer_local_routing"):
+            if getattr(self, name) not in (True, False, None):
+                raise BadRequestError(f"{name} must be True or False; got {getattr(self, name)!r}.")
         number = self.priority
         if isinstance(number, bool) or not isinstance(number, (int, str)):
             raise BadRequestError(f"priority must be a number or a name; got {number!r}.")

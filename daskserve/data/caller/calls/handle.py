@@ -195,10 +195,11 @@ class Handle(BatchCalls):
             self._cluster = find_connection().cluster(self._instance)
         return self._cluster
 
-    def remote(self, *args: Any, **kwargs: Any) -> Response:
+    def remote(self, /, *args: Any, **kwargs: Any) -> Response:
         """Start a call and return its `Response`.
 
-        The arguments are pickled before this returns, so later changes to them have no effect.
+        The arguments are pickled before this returns, so later changes to them have no effect. Buffers of
+        1 MiB and more, such as large arrays, are not copied: leave them unchanged until the call has ended.
         """
         make = response_class(self._options.result)
         return make(*self._start(args, kwargs), self._cluster or self._process)
@@ -455,7 +456,7 @@ class Handle(BatchCalls):
 class StreamHandle(Handle):
     """A handle that calls generators; ``handle.options(stream=True)`` returns one."""
 
-    def remote(self, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+    def remote(self, /, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
         """Start a call and return a `ResponseGenerator` of its items; otherwise like `Handle.remote`."""
         pipe = Pipe()
         return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))

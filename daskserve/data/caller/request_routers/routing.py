@@ -261,10 +261,13 @@ class RequestRouting:
             for each in rank:
                 if type(each) is not RunningReplica:
                     raise RouterError("answer", f"chose {each!r:.120}, which is no replica")
-                entry = each._entry
+                known = self._known.get(each._entry.tag)  # a router may return copies
+                if known is None:
+                    continue  # the replica has stopped in the meantime
+                entry = known._entry
                 is_empty = False
-                if entry.index < 0 or self._known.get(entry.tag) is not each or entry.tag == but:
-                    continue  # the replica is full, or has stopped in the meantime
+                if entry.index < 0 or entry.tag == but:
+                    continue  # the replica has stopped in the meantime, or is excluded
                 if entry.is_full:
                     waiting = waiting or entry
                     continue

@@ -349,11 +349,15 @@ class Routers:
         for backend in backends:
             if backend in self._sets and backend not in used and not self._sets[backend].waiting:
                 self._stop_watching(f"backend/{backend}")
-                for each in ("models", "stats/router"):
-                    self._watch_facts(backend, each, None)
-                self._sets.pop(backend).close()
-                if (new := self._sets.pop(candidate_of(backend), None)) is not None:
-                    new.close()
+                for tag in (backend, candidate_of(backend)):
+                    if tag in self._sets:
+                        self._drop_set(tag)
+
+    def _drop_set(self, tag: BackendTag) -> None:
+        """Close a replica set, and stop watching what is published about its replicas."""
+        for each in ("models", "stats/router"):
+            self._watch_facts(tag, each, None)
+        self._sets.pop(tag).close()
 
     def published(self, endpoint: EndpointTag) -> Mapping[str, Any] | None:
         """Return the state of an endpoint that the controller published last; None if it is not known."""
@@ -410,7 +414,7 @@ class Routers:
         """Apply the state of a backend to the set of an ended rollout, until its requests have ended."""
         new.update(value)
         if not (new.waiting or new.in_flight):
-            self._sets.pop(new.tag).close()
+            self._drop_set(new.tag)
 
     def _update_versions(self, replicas: ReplicaSet, value: Any, rollout: Mapping[str, Any] | None) -> None:
         """Apply the published state of a rollout, or its end."""

@@ -38,11 +38,11 @@ from daskserve.common.types import (
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
-from daskserve.data.replica.logs import speaking_for
+from daskserve.data.replica.logs import replica_log_context
 from daskserve.data.replica.models import Models
 from daskserve.data.replica.process.inspection import ChildInspection
 from daskserve.data.replica.process.listening import listening_children, pass_on
-from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
+from daskserve.data.replica.process.metrics import ReportedMetrics, poll_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots, found_at
@@ -227,7 +227,7 @@ class ChildCode:
         except ReplicaStartError as error:
             error.__dict__[LAST_LINES] = child.last_lines()
             raise
-        keep_asking = keep_asking_for_metrics(self.statistics, start.replica_tag, self._context.clock)
+        keep_asking = poll_metrics(self.statistics, start.replica_tag, self._context.clock)
         self._asking = asyncio.create_task(keep_asking, name=f"daskserve-metrics-{start.replica_tag}")
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
@@ -297,7 +297,7 @@ class ChildCode:
         self.slots.closed_because = self.loss
         self.slots.close()
         crash = f"\n{self._child.crash}" if self._child.crash else ""
-        with speaking_for(self._start, self._context):
+        with replica_log_context(self._start, self._context):
             logger.error("%s%s", self.loss, crash, extra={"replica": self._start.replica_tag})
 
     # ---- verbs

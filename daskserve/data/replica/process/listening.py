@@ -24,10 +24,10 @@ from daskserve.cluster.protocols.base import Process, TaskRequest
 from daskserve.common.types import ActorRequest, Envelope, Load, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
-from daskserve.telemetry.collector import Key, merge, sample_of
+from daskserve.telemetry.collector import FoldedTotals, sample_of
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.histogram import HistogramCounts
-from daskserve.telemetry.table import METRICS, MetricSample
+from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -102,7 +102,7 @@ class Port:
         self.leave_to_others = leave_to_others
         self._reported: dict[str, list[MetricSample]] = {}
         #: The totals of listeners that have ended.
-        self._ended: dict[Key, float | HistogramCounts] = {}
+        self._ended = FoldedTotals()
 
     def report(self, key: str, samples: Iterable[Any]) -> None:
         """Record the metrics of a child's listener, in plain values."""
@@ -110,14 +110,14 @@ class Port:
 
     def fold(self, key: str) -> None:
         """Keep the totals of a listener that has ended."""
-        for name, labels, value in self._reported.pop(key, ()):
-            if METRICS[name].is_folded:
-                merge(self._ended, (name, labels), value)
+        self._ended.add(self._reported.pop(key, ()), self._present)
+
+    def _present(self) -> list[MetricSample]:
+        return [sample for each in list(self._reported.values()) for sample in each]
 
     def samples(self) -> list[MetricSample]:
         """Return the metrics of the listeners of all children, as last read."""
-        ended = [(name, labels, value) for (name, labels), value in list(self._ended.items())]
-        return [*ended, *(sample for each in list(self._reported.values()) for sample in each)]
+        return [*self._ended.samples(), *self._present()]
 
 
 class ListeningChild:
@@ -221,9 +221,9 @@ class ListeningChild:
         self._on_change()
         if self._open:
             await self._stop("", grace_s, sends_away=True)
-        self.lose()
+        self.mark_ended()
 
-    def lose(self) -> None:
+    def mark_ended(self) -> None:
         """Record that the child has ended."""
         if self.updating is not None:
             self.updating.cancel()
@@ -330,7 +330,7 @@ class ListeningChildren:
     def forget(self, replica_tag: str) -> None:
         """Record that a child has ended."""
         if (child := self._pop(replica_tag)) is not None:
-            child.lose()
+            child.mark_ended()
             self._note_accepting()
 
     def _pop(self, replica_tag: str) -> ListeningChild | None:

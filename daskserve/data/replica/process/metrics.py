@@ -49,9 +49,7 @@ def child_metrics(samples: Iterable[MetricSample], user_samples: Iterable[UserSa
     }
 
 
-async def keep_asking_for_metrics(
-    ask: Callable[[], Awaitable[object]], replica_tag: str, clock: Clock
-) -> None:
+async def poll_metrics(ask: Callable[[], Awaitable[object]], replica_tag: str, clock: Clock) -> None:
     """Read the metrics of a child every second until it ends.
 
     A scrape does not wait for the child: it returns the values that were read last.

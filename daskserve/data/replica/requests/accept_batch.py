@@ -22,7 +22,7 @@ from daskserve.data.replica.user_code.responses import (
     Unfinished,
     dump_result,
     raised_response,
-    to_answer,
+    to_response,
 )
 from daskserve.data.version_counts import counted_batch
 from daskserve.errors import UserCodeError
@@ -119,7 +119,7 @@ class Batch:
             if isinstance(result, Exception):
                 return _failed(item, result)
             if item.scope is not None:
-                return to_answer(result)
+                return to_response(result)
             if isinstance(result, (Generator, AsyncGenerator)):
                 raise UserCodeError(
                     f"{self._name} returned a generator for a request of its batch; a callable that takes "

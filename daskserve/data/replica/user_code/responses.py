@@ -40,7 +40,7 @@ from daskserve.payload.error_text import text_of
 from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.pickling import dump
 from daskserve.payload.serialization import serialize
-from daskserve.payload.unpicklable import shown, way_to
+from daskserve.payload.unpicklable import path_to, shown
 
 OCTETS = b"application/octet-stream"
 TEXT = b"text/plain; charset=utf-8"
@@ -85,7 +85,7 @@ _END = object()
 # ---- results
 
 
-def to_answer(result: Any) -> ConvertedResponse | Unfinished:
+def to_response(result: Any) -> ConvertedResponse | Unfinished:
     """Return the response for a result, or the result as `Unfinished` if it takes another step.
 
     Raises
@@ -125,7 +125,7 @@ async def finish(
         if isinstance(result, Response):
             await result(scope, pipe.receive, pipe.send)
         elif inspect.isawaitable(result):
-            return to_answer(await result)
+            return to_response(await result)
         else:
             await _stream(result, pipe)
         return ConvertedResponse()
@@ -193,7 +193,7 @@ def dump_result(name: str, result: Any, serialization: str = "") -> Payload:
             raise StreamOptionError(
                 f"{name} is a generator; call it with handle.options(stream=True)."
             ) from None
-        place = shown(way_to(result, [("", result)]))
+        place = shown(path_to(result, [("", result)]))
         raise UserCodeError(
             f"{name} returned a {_name(result)}, which cannot be pickled for the caller: "
             f"{text_of(error)}{place and f' ({place})'}"

@@ -32,7 +32,7 @@ from daskserve.data.replica.user_code.responses import (
     dump_result,
     mistaken_error,
     raised_response,
-    to_answer,
+    to_response,
 )
 from daskserve.errors import BadRequestError
 from daskserve.loops.tasks import pause
@@ -135,7 +135,12 @@ class Servable:
 
     @property
     def must_be_closed_on_loop(self) -> bool:
-        return self._lifespan.is_open or inspect.iscoroutinefunction(getattr(self.target, "__del__", None))
+        return self._lifespan.is_open or self._is_destructor_async
+
+    @property
+    def _is_destructor_async(self) -> bool:
+        # Found in the class, as Python does: an object with `__getattr__` may answer to any name, or raise.
+        return inspect.iscoroutinefunction(getattr(type(self.target), "__del__", None))
 
     def method(self, name: str) -> Method:
         """Return a public method; the `BadRequestError` for any other name lists the public ones."""
@@ -223,7 +228,7 @@ class Servable:
     async def close(self) -> None:
         """End the lifespan and release the user's object; call its ``__del__``, which may be async."""
         await self._lifespan.close()
-        if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
+        if self._is_destructor_async:
             made = self._release()
             if made is not None:
                 try:
@@ -235,7 +240,7 @@ class Servable:
 
     def close_late(self) -> None:
         """Release an object whose constructor has ended after its replica, in a thread."""
-        if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
+        if self._is_destructor_async:
             asyncio.run(self.close())
         else:
             self.close_in_thread()
@@ -298,7 +303,7 @@ class Servable:
                 result = self._bound[method.name](request)
             else:
                 result = self._bound[method.name]()
-            return to_answer(await result if type(result) is CoroutineType else result)
+            return to_response(await result if type(result) is CoroutineType else result)
         except NOT_FAILURES as error:
             return raised_response(error)
 
@@ -311,8 +316,8 @@ class Servable:
                 request = HTTPRequest(scope, pipe.receive)
                 request.whole_body = body
                 request.has_disconnected = lambda: pipe.is_closed
-                return to_answer(self._bound[method.name](request))
-            return to_answer(self._bound[method.name]())
+                return to_response(self._bound[method.name](request))
+            return to_response(self._bound[method.name]())
         except NOT_FAILURES as error:
             return raised_response(error)
 
