@@ -426,7 +426,7 @@ def test_a_comparison_that_cannot_be_made_says_why() -> None:
         queries = RolloutQueries(bench.state, bench.observed, LoopClock(), fetch)
         for lately in (
             "",
-            "0 of 14 comparisons of f are made; the last one failed: for version '2', the query",
+            "0 of 14 comparisons of f are done; the last one failed: for version '2', the query",
             "",
         ):
             text = rollout_text(bench.observed, bench.state.backends["b"], bench.state.replicas_of("b"))
