@@ -438,6 +438,17 @@ def test_a_chosen_replica_is_that_of_the_session_and_waits_with_its_priority(cli
     run(main())
 
 
+def test_a_batch_request_with_a_session_does_not_wait_for_a_replica_that_is_kept_free(client: Client) -> None:
+    """The first replica refuses requests of batch jobs for half a minute after a live request."""
+    config = {"request_router_class": "ConsistentHash"}
+    echo = serve.deployment(num_replicas=2, max_ongoing_requests=1, request_router_config=config)(Echo)
+    handle = client.run(echo.bind(), name="kept_free", route_prefix=None)
+    for number in range(20):
+        session = handle.options(session_id=str(number))
+        assert session.remote(1).result(timeout_s=DEADLINE_S) == 1
+        assert session.options(priority=-60).remote(2).result(timeout_s=DEADLINE_S) == 2
+
+
 def test_a_dispatched_call_ends_at_its_timeout_and_frees_the_slot(client: Client) -> None:
     client.deploy("timed", Echo, config={"max_concurrent_queries": 1})
     handle = client.get_handle("timed")

@@ -302,6 +302,12 @@ class RequestRouting:
         self._seen = entries
         self._notify(router.update_replicas, [*self._replicas])
 
+    def moved(self, envelope: Envelope, tag: str) -> None:
+        """Record the replica of a request, which may not be the one that the router chose."""
+        request = envelope.routed
+        if type(request) is PendingRequest and request.replica is not None and request.sent_by is self:
+            request.replica = self._known.get(tag)
+
     def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
         """Record how a request has ended at a replica; None if the end says nothing about the replica.
 

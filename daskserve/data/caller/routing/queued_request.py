@@ -47,12 +47,13 @@ def place_in_queue(
 ) -> tuple[PooledReplica, bool, bool]:
     """Return the replica for a request, whether it is sent to the queue there, and whether it is deferred.
 
-    This is the replica that was taken for it, unless that replica accepts no requests of batch jobs.
+    This is the replica that was taken for it, unless that replica accepts no requests of batch jobs. Then it is
+    another one, even if a request router has chosen: the replica may be kept free for half a minute.
     """
     refused_at, ongoing = replica.batch_refusal
     if now - refused_at >= BATCH_REFUSAL_S or priority_of(envelope) > BATCH_PRIORITY:
         return replica, replica.has_queued_request, False
-    if not ongoing and not envelope.model_id and envelope.routed is None:
+    if not ongoing and not envelope.model_id:
         others = [each for each in pool.entries().values() if _takes_batches(each, now)]
         if others:
             other = choose(others, now, rng)
