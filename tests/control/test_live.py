@@ -9,6 +9,7 @@ from control_harness import backend, endpoint, replica, state_of
 from controller_harness import Stage, staged
 
 from daskserve.common.types import ReplicaState
+from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.observed.live import MAX_CALLS, MAX_ROUTERS, WATCHED_S, LiveMetrics
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.proxy import ProxyRecord
@@ -155,6 +156,25 @@ async def test_replicas_are_asked_and_routers_told_while_somebody_looks(stage: S
     assert begun < len(asked) <= begun + WATCHED_S + 2
     assert await stage.published(LIVE_METRICS) is None
     assert (await stage.call("live_metrics"))["deployments"]["b"]["requests_per_s"] is None
+
+
+@staged()
+async def test_live_metrics_wait_for_measurements_up_to_the_limit(
+    stage: Stage,
+) -> None:
+    await stage.deploy()
+    (replica,) = stage.running_of("b")
+    replica.metrics = dict  # type: ignore[attr-defined]  # nothing is measured
+
+    async def duration_s(**options: float) -> float:
+        began = stage.clock.now()
+        found = await stage.call("live_metrics", **options)
+        assert found["deployments"]["b"]["requests_per_s"] is None
+        return stage.clock.now() - began
+
+    assert await duration_s() == 0
+    assert 5 <= await duration_s(wait_s=5.0) < 5.5
+    assert MAX_WAIT_S <= await duration_s(wait_s=3600.0) < MAX_WAIT_S + 0.5
 
 
 def test_calls_go_to_the_backends_that_have_traffic() -> None:

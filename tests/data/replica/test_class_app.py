@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
-from starlette.routing import Host, Mount, Route, Router
+from starlette.routing import BaseRoute, Host, Match, Mount, Route, Router
 from tables import case
 
 import daskserve as serve
@@ -279,7 +279,16 @@ def test_starlette_routes_bind_methods_through_middlewares() -> None:
 
             await self.app(scope, receive, marked)
 
-    app = Starlette(middleware=[Middleware(Mark, mark=b"app")])
+    class Own(BaseRoute):
+        """A user's own kind of route, which has no endpoint."""
+
+        def matches(self, scope: Any) -> tuple[Match, Any]:
+            return Match.FULL if scope["path"] == "/own" else Match.NONE, {}
+
+        async def handle(self, scope: Any, receive: Any, send: Any) -> None:
+            await PlainTextResponse("own")(scope, receive, send)
+
+    app = Starlette(middleware=[Middleware(Mark, mark=b"app")], routes=[Own()])
 
     @ingress(app)
     class Shop:
@@ -301,6 +310,7 @@ def test_starlette_routes_bind_methods_through_middlewares() -> None:
 
     expected = {
         "/": ("shop", "app"),
+        "/own": ("own", "app"),
         "/marked": ("shop/marked", "route, app"),
         "/m/x": ("shop/m/x", "mount, app"),
         "/r/x": ("shop/r/x", "router, app"),
