@@ -48,7 +48,7 @@ def place_in_queue(
     """Return the replica for a request, whether it is sent to the queue there, and whether it is deferred.
 
     This is the replica that was taken for it, unless that replica accepts no requests of batch jobs. Then it is
-    another one, even if a request router has chosen: the replica may be kept free for half a minute.
+    another one, even if a request router chose the first: that one may be kept free for half a minute.
     """
     refused_at, ongoing = replica.batch_refusal
     if now - refused_at >= BATCH_REFUSAL_S or priority_of(envelope) > BATCH_PRIORITY:
