@@ -121,8 +121,8 @@ class BackendConfig(Options):
         1,
         ge=0,
         le=3,
-        description="How often an idempotent HTTP request is retried after its replica died or hung while it "
-        "ran; 0: never. See [Faults of user code](docs/faults.md#poisonous-requests).",
+        description="How often an idempotent HTTP request or call is retried after its replica died or hung "
+        "while it ran; 0: never. See [Faults of user code](docs/faults.md#poisonous-requests).",
     )
     max_surge: Annotated[int | str, CONTROLLER_ONLY] = Field(
         1,

@@ -339,6 +339,29 @@ async def test_a_direct_call_does_not_overtake_queued_requests(process: Process)
     assert [await first, await second] == ["by task"] * 2
 
 
+@pytest.mark.parametrize("is_lost_again", [False, True])
+async def test_an_idempotent_call_that_had_begun_is_retried_once(
+    process: Process, is_lost_again: bool
+) -> None:
+    response = process.handle("r1", "r2", "r3").options(idempotent=True).remote()
+    await quiet()
+    for number in (1, 2):
+        assert len(process.requested) == len(set(process.requested)) == number
+        outcome, process.outcome = process.outcome, asyncio.get_running_loop().create_future()
+        if number == 1 or is_lost_again:
+            outcome.set_exception(ActorLostError("gone", begun=True))
+        else:
+            outcome.set_result(Load())
+        await quiet()
+    if is_lost_again:
+        with pytest.raises(ActorLostError, match="gone"):
+            response.result()
+    else:
+        assert await response == "by task"
+    assert len(process.requested) == 2
+    assert process.idle_replicas() == {"r1": 0, "r2": 0, "r3": 0}
+
+
 async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:
     response = process.handle("r1", "r2").remote()
     process.asked[0].end(None, ActorLostError("gone", begun=True))

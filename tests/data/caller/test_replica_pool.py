@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +93,11 @@ def test_a_batch_request_that_waits_for_its_slot_leaves_the_replica_to_live_ones
     assert len(take_all(pool)) == 2
 
 
+def of_priority(priority: int) -> Any:
+    """Return `WaitingRequests` whose requests have one priority."""
+    return SimpleNamespace(priority_of=lambda envelope: priority, routing=None)
+
+
 def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
     pool, rng = pool_of("a", "b"), random.Random(1)
     a, b = sorted(take_all(pool), key=lambda each: each.tag)
@@ -102,8 +107,8 @@ def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
     (taken,) = take_all(pool)
     assert taken is a
     place = partial(place_in_queue, pool, a, now=1.0, rng=rng)
-    assert place(live, lambda _: 0) == (a, False, False)
-    assert place(batch, lambda _: BATCH_PRIORITY) == (b, True, True)
+    assert place(live, of_priority(0)) == (a, False, False)
+    assert place(batch, of_priority(BATCH_PRIORITY)) == (b, True, True)
     defer(pool, b)  # as `QueuedRequest` does
     assert (a.in_flight, a.deferred.count, b.in_flight, b.deferred.count) == (0, 0, 1, 1)
     assert take_all(pool) == [a]
@@ -113,8 +118,8 @@ def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
     # If it is the only one, the request waits there.
     pool.suspend(b, 9.0)
     assert take_all(pool) == [a]
-    assert place(batch, lambda _: BATCH_PRIORITY) == (a, True, True)
-    assert place(batch, lambda _: BATCH_PRIORITY, now=BATCH_REFUSAL_S) == (a, False, False)
+    assert place(batch, of_priority(BATCH_PRIORITY)) == (a, True, True)
+    assert place(batch, of_priority(BATCH_PRIORITY), now=BATCH_REFUSAL_S) == (a, False, False)
 
 
 @each_case("what", ["an answer", "a long time", "a new one"])

@@ -35,6 +35,7 @@ from daskserve.data.caller.calls.naming import with_called
 from daskserve.data.caller.calls.pending import begin_call
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import SAMPLING, Router
 from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError
@@ -181,7 +182,8 @@ class Call:
         self._replica = replica
         self._replicas = replicas
         try:
-            if not replica.has_queued_request:
+            # An idempotent call is retried if its replica is lost, for which it needs a task.
+            if not replica.has_queued_request and not is_idempotent_call(self._envelope):
                 self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
             pass  # the task below finds another replica

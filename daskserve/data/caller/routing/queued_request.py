@@ -27,6 +27,8 @@ from daskserve.common.types import (
 from daskserve.data.caller.choice import choose
 from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S, PooledReplica
 from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S, ReplicaPool, defer, end_deferral
+from daskserve.data.caller.request_routers.hedging import note_sent
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
@@ -41,17 +43,17 @@ def place_in_queue(
     pool: ReplicaPool,
     replica: PooledReplica,
     envelope: Envelope,
-    priority_of: Callable[[Envelope], int],
+    waiting: WaitingRequests,
     now: float,
     rng: random.Random,
 ) -> tuple[PooledReplica, bool, bool]:
     """Return the replica for a request, whether it is sent to the queue there, and whether it is deferred.
 
-    This is the replica that was taken for it, unless that replica accepts no requests of batch jobs. Then it is
-    another one, even if a request router chose the first: that one may be kept free for half a minute.
+    This is the replica that was taken for it, unless that replica accepts no requests of batch jobs. Then it
+    is another one, even if a request router chose the first: that one may be kept free for half a minute.
     """
     refused_at, ongoing = replica.batch_refusal
-    if now - refused_at >= BATCH_REFUSAL_S or priority_of(envelope) > BATCH_PRIORITY:
+    if now - refused_at >= BATCH_REFUSAL_S or waiting.priority_of(envelope) > BATCH_PRIORITY:
         return replica, replica.has_queued_request, False
     if not ongoing and not envelope.model_id:
         others = [each for each in pool.entries().values() if _takes_batches(each, now)]
@@ -61,6 +63,9 @@ def place_in_queue(
             defer(pool, replica)  # not counted there, because the request goes to the other replica
             replica.deferred.count -= 1
             other.in_flight += 1
+            note_sent(envelope, other.tag)
+            if waiting.routing is not None:
+                waiting.routing.moved(envelope, other.tag)
             return other, True, True
     return replica, True, not replica.has_queued_request
 

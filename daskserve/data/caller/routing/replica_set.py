@@ -285,9 +285,8 @@ class ReplicaSet:
             is_queued, is_deferred = replica.has_queued_request, False
             if replica.batch_refusal is not NEVER_REFUSED:
                 replica, is_queued, is_deferred = place_in_queue(
-                    self.pool, replica, envelope, self._waiting.priority_of, self._clock.now(), self._rng
+                    self.pool, replica, envelope, self._waiting, self._clock.now(), self._rng
                 )
-                self._waiting.moved(envelope, replica.tag)
             if span is not None:
                 span.sent(replica.tag, replica.address.worker, is_queued=is_queued)
             replica.sockets += is_socket

@@ -275,12 +275,6 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             models.assume(found.tag, envelope.model_id, now)
         return found
 
-    def moved(self, envelope: Envelope, tag: str) -> None:
-        """Record the replica of a request, which may not be the one that was chosen for it."""
-        note_sent(envelope, tag)
-        if self.routing is not None:
-            self.routing.moved(envelope, tag)
-
     def ended(self, envelope: Envelope, outcome: Load | Exception | None) -> None:
         """Record how a request has ended at a replica; None if that is unknown. Idempotent."""
         note_sent(envelope, "")

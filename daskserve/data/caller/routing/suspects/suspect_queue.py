@@ -14,6 +14,7 @@ from daskserve.common.clock import Clock
 from daskserve.common.types import Envelope, EnvelopeKind
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
+from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial, target_of
@@ -140,7 +141,11 @@ class SuspectQueue:
         Returns the request's trial if the request may have caused the loss of a replica.
         """
         lost = error if isinstance(error, ActorLostError) and error.begun else None
-        if lost is None if replay is None else replay.rewind(begun=lost is not None):
+        if replay is None:
+            may_retry = lost is None or is_idempotent_call(envelope)
+        else:
+            may_retry = replay.rewind(begun=lost is not None)
+        if may_retry:
             if lost is None or lost.is_planned:
                 return trial
             target = target_of(self._availability.name, envelope.head)
