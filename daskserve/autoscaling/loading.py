@@ -49,7 +49,10 @@ def load_policy(config: AutoscalingConfig, policy: CustomPolicy | None = None) -
             return _made(named, maker, config.policy_kwargs)
         named = _imported(named)
     if not callable(named):
-        raise ValueError(f"the policy is {named!r}, which is not callable; unpickle it first")
+        shown = config.policy if isinstance(config.policy, str) else named
+        raise ValueError(
+            f"the policy {shown!r} is not callable; give a function, a class or an import path of one"
+        )
     if inspect.isclass(named):
         return _made(named.__name__, named, config.policy_kwargs)
     return functools.partial(named, **config.policy_kwargs) if config.policy_kwargs else named

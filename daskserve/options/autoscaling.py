@@ -232,9 +232,9 @@ class AutoscalingConfig(Options):
     def _policy_has_what_it_needs(self) -> AutoscalingConfig:
         if self.group is not None and self.policy in BUILT_IN_POLICIES:
             raise ValueError(
-                f"group={self.group!r} is given, but policy {self.policy!r} decides for each backend alone; "
-                "omit group, or give a custom policy, a function or an import path, that takes a dict of "
-                "contexts by name and returns a dict of numbers"
+                f"policy {self.policy!r} decides for one backend at a time, so it cannot be used with "
+                f"group={self.group!r}; omit group, or set policy to a function (or its import path) that "
+                "takes {name: context} and returns {name: number}"
             )
         if self.policy == "promql" and not (self.prometheus_address and self.prometheus_queries):
             raise ValueError(

@@ -313,7 +313,8 @@ def test_a_policy_is_a_function_a_class_or_an_import_path() -> None:
     [
         ("nowhere_at_all:f", "cannot be imported"),
         ("test_autoscaler:nothing", "cannot be imported"),
-        (b"pickled", "unpickle it first"),
+        ("test_autoscaler:__name__", "'test_autoscaler:__name__' is not callable"),
+        (b"pickled", "is not callable; give a function, a class"),
         (Lopsided, "does not accept policy_kwargs="),
         ("latency", "does not accept policy_kwargs="),
     ],

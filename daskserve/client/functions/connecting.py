@@ -43,7 +43,9 @@ async def find_connection(form: Form[Any], dask_client: Any, address: str | None
             await connected(dask_client)
         cluster_connection = connection_of(dask_client)
     if cluster_connection is not None and cluster_connection.runs_here() and not form.asynchronous:
-        raise BlockingCallError("The Dask client runs on the event loop of the caller.")
+        raise BlockingCallError(
+            "This blocking call would block the event loop of its own Dask client; await the ..._async form."
+        )
     return cluster_connection
 
 

@@ -160,7 +160,7 @@ class RemoteStore:
         except NotRunningError as error:
             # The next lookup of the controller shows callers which of the two is true.
             raise UnavailableError(
-                f"The instance has ended, or another scheduler starts it: {error}"
+                f"The instance has ended, or is being restarted on another scheduler: {error}"
             ) from error
 
 

@@ -51,9 +51,13 @@ class StoreProblems:
         """
         if lost != self.lost:
             if lost:
-                logger.error("Store %s, instance %s is lost: %s", self._url, self._instance, lost)
+                logger.error(
+                    "The records of instance %s in store %s are lost: %s", self._instance, self._url, lost
+                )
             else:
-                logger.info("Store %s, instance %s is available again", self._url, self._instance)
+                logger.info(
+                    "The records of instance %s in store %s are available again", self._instance, self._url
+                )
             self.lost = lost
         if lost and must_last:
             raise StoreLostError(

@@ -52,7 +52,8 @@ def abort(state: State, backend: BackendRecord, wall: float, by: str) -> Change:
     rollout, goal = _going_on(backend, "abort"), _goal_of(state, backend)
     if goal is None:
         raise NotFoundError(
-            f"The record of the change of {backend.display_name} is lost; promote it instead."
+            f"The rollout of {backend.display_name} cannot be aborted, because the record from before it is "
+            "lost; promote the rollout instead."
         )
     new, old = rollout.names
     error = RolloutError(

@@ -50,8 +50,8 @@ class MultiplexedFunction(FunctionLike):
         replica = current_replica.get()
         if replica is None or replica.multiplexer is None:
             raise NotInReplicaError(
-                f"{self.__qualname__} can only be used within a deployment: its models are a replica's. "
-                "A thread of your own needs the replica's context: "
+                f"{self.__qualname__} can only be used within a deployment: its models belong to "
+                "a replica. A thread of your own must run in the replica's context: "
                 "Thread(target=contextvars.copy_context().run, ...)."
             )
         found: ModelLoader = replica.multiplexer.loader(self.__wrapped__, instance, self.limits)

@@ -107,7 +107,7 @@ async def test_a_bucket_that_is_emptied_takes_no_changes(caplog: pytest.LogCaptu
         await commit(store, epoch, a=b"1")
         type(files).store.clear()
         await refused(store)
-        assert "Store bucket://store, instance i is lost: " in caplog.text
+        assert "The records of instance i in store bucket://store are lost: " in caplog.text
         await store.rewrite(epoch, StoreChange({"a": b"1"}))
     assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {"a": b"1"}
 
