@@ -127,7 +127,7 @@ class AutoscalingContext:
     is_waking: bool = False
 
     def is_idle_for(self, delay_s: float) -> bool:
-        """Return whether no request has run, waited or ended for this time."""
+        """Return whether the backend was idle for this time: no request ran, waited or ended."""
         since = self.idle_since
         return since is not None and self.current_time - since >= delay_s - TOLERANCE_S
 

@@ -102,7 +102,10 @@ def _packages() -> dict[str, Any]:
 
 
 def _object(model: type[Options], theirs: Mapping[str, RayKey], **others: Any) -> dict[str, Any]:
-    """Return the schema of a model, with Ray Serve's unused keys; ``others`` replace properties."""
+    """Return the JSON schema of a model, including the Ray Serve keys that daskserve does not read.
+
+    ``others`` override properties.
+    """
     found = model.model_json_schema()
     definitions = found.pop("$defs", {})
     spellings = spellings_of(model)

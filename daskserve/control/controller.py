@@ -94,7 +94,9 @@ class ReadingVerbs:
     async def wait_for_goal(
         self, goal_id: GoalId, timeout_s: float, until_served: bool = False
     ) -> dict[str, Any]:
-        """Wait until a goal has ended, or for ``timeout_s`` (at most 30 s); ``is_done`` is then False.
+        """Wait until a goal is done, for at most ``timeout_s`` (capped at 30 s).
+
+        On timeout, ``is_done`` is False.
 
         With ``until_served``, also return once the goal's rollout gets the traffic of its first step.
 

@@ -334,7 +334,7 @@ def _checked(value: Any, reduced: Any) -> Any:
 
 
 def place_of(value: Any) -> ModulePlace | None:
-    """Return the place of an object among the variables of modules that other processes can import."""
+    """Return the module and global name under which other processes can import this object."""
     for module_name, module in sorted(sys.modules.copy().items()):
         if module_name in (MAIN, "__mp_main__") or not isinstance(module, ModuleType):
             continue

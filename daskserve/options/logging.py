@@ -27,7 +27,7 @@ _LEVELS: Mapping[str, int] = {
 class LoggingConfig(Options):
     """How an instance, an application or a deployment logs.
 
-    A deployment takes fields that it does not set from its application, and then from its instance.
+    Fields that a deployment does not set are inherited from its application, then from the instance.
     """
 
     place: ClassVar[str] = "logging_config"

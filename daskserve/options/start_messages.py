@@ -51,12 +51,12 @@ def dump_http(options: HTTPOptions) -> dict[str, Any]:
 
 
 def read_config(values: Mapping[str, Any]) -> BackendConfig:
-    """Return the values of `dump_config` with the attributes of the model, but without its methods."""
+    """Wrap the values of `dump_config` in an object with the model's attributes, but none of its methods."""
     return cast("BackendConfig", OptionValues(values))
 
 
 def read_http(values: Mapping[str, Any]) -> HTTPOptions:
-    """Return the values of `dump_http` with the attributes of the model, but without its methods."""
+    """Wrap the values of `dump_http` in an object with the model's attributes, but none of its methods."""
     return cast("HTTPOptions", OptionValues(values))
 
 

@@ -1,10 +1,12 @@
 """A digest of pickled code that is the same whenever the code and its arguments are the same.
 
-Problem: pickle writes an object once and refers to it afterwards, by its identity. Two equal texts may be one
-object today and two objects tomorrow, and a set has another order in each process. So the same code has
-different bytes, and would be a new version. Choice: the digest is of the pickle's instructions, with each
-reference to a text replaced by its value, the other references numbered without them, the texts and numbers
-of a set sorted, and the numbers of cells, which change whenever one runs again, left out.
+Problem: pickle writes an object once and refers to it afterwards, by its identity. Two equal strings may be
+one object today and two objects tomorrow, and a set has another order in each process. So the same code has
+different bytes, and would be a new version.
+
+Choice: the digest covers the pickle's opcodes, normalised: references to strings become the strings; other
+references are renumbered; strings and numbers in a set are sorted; notebook cell numbers, which change
+whenever a cell runs again, are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from daskserve.internals.ipython import CELL
 
 #: Length of a digest, in hexadecimal digits.
 DIGITS = 16
-#: Size of a pickle up to which its instructions are read, at about 2 MB/s.
+#: Size of a pickle up to which its opcodes are read, at about 2 MB/s.
 READ_BYTES = 1 << 20
 #: Whether a class may have the same id as an equal class of this process. A worker that builds an application
 #: may have loaded the same code for a replica before. The two classes are equal, and must not count as
@@ -34,10 +36,10 @@ _CELL = re.compile(CELL.pattern.encode())
 
 #: Keys in pickled code whose values name the module that defines the code, not a module that it uses.
 _ORIGINS = frozenset({"__module__", "__name__", "__package__"})
-#: Instructions without a meaning for the object.
+#: Opcodes without a meaning for the object.
 _LAYOUT = frozenset({"FRAME", "PROTO"})
 _LOADS = frozenset({"BINGET", "LONG_BINGET"})
-#: Instructions that put text or bytes on the stack, each with the size of the length before it.
+#: Opcodes that put a string or bytes on the stack, each with the size of the length before it.
 _TEXTS: Mapping[int, int] = {
     pickle.SHORT_BINUNICODE[0]: 1,
     pickle.BINUNICODE[0]: 4,
@@ -46,7 +48,7 @@ _TEXTS: Mapping[int, int] = {
     pickle.BINBYTES[0]: 4,
     pickle.BINBYTES8[0]: 8,
 }
-#: Instructions of items that are sorted within a set: texts and numbers.
+#: Opcodes of items that are sorted within a set: strings and numbers.
 _SORTED = frozenset(_TEXTS) | frozenset(
     pickle.BININT
     + pickle.BININT1
@@ -58,7 +60,7 @@ _SORTED = frozenset(_TEXTS) | frozenset(
     + pickle.NEWFALSE
     + pickle.NONE
 )
-#: The instructions that put the items since the last MARK into a set.
+#: The opcodes that put the items since the last MARK into a set.
 _FILLS_SET = frozenset({"ADDITEMS", "FROZENSET"})
 _FILLS = _FILLS_SET | {"TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "OBJ", "POP_MARK"}
 
@@ -73,7 +75,7 @@ def code_digest(
     classes
         The classes in the pickle.
     aliases
-        Texts to read as other texts.
+        Strings to read as other strings.
     """
     digest = hashlib.sha256()
     pickled = bytes(parts[0])
@@ -116,7 +118,7 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
 def _reader(
     pickled: bytes, classes: Iterable[type], aliases: Mapping[str, str]
 ) -> Callable[[bytes], bytes] | None:
-    """Return the function that replaces the parts of texts that differ between runs; None without any."""
+    """Return the function that replaces the parts of strings that differ between runs; None without any."""
     if not aliases and not _ADDRESS.search(pickled) and not _CELL.search(pickled):
         return None
     names = {
@@ -136,7 +138,7 @@ def _reader(
 
 def _instructions(pickled: bytes, read: Callable[[bytes], bytes] | None) -> list[bytes]:
     found: list[bytes] = []
-    #: The value of each reference: the text itself, or the number of another object.
+    #: The value of each reference: the string itself, or the number of another object.
     memo: list[bytes] = []
     marks: list[int] = []
     objects = 0

@@ -30,7 +30,7 @@ from daskserve.telemetry.logs.ring import Query
 LINES, LENGTH = 20, 300
 #: Number of replicas of which a process keeps lines.
 REPLICAS = 200
-#: Size at which a child's file is cut to its last part, and the size of that part.
+#: Size at which a child's file is truncated to its last part, and the size of that part.
 FILE_BYTES, KEPT_BYTES = 1 << 20, 256 << 10
 #: Number of access-log lines in one line of the file.
 ACCESS_LINES = 32
@@ -142,7 +142,7 @@ def read_rows(descriptor: int, max_bytes: int = FILE_BYTES, after: int = 0) -> l
         for each in _rows_of(row):
             if each["number"] <= after:
                 break
-            # While the file is being cut, some records are in it twice.
+            # While the file is being truncated, some records are in it twice.
             if not found or each["number"] < found[-1]["number"]:
                 found.append(each)
         if row["number"] <= after:

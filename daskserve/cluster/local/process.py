@@ -173,7 +173,7 @@ class LocalProcess(ProcessView):
 
 
 class _LocalRequest:
-    """A request of one process, which neither begins nor ends while the process is suspended."""
+    """A request sent by a simulated process; it neither starts nor completes while that is suspended."""
 
     def __init__(self, state: RunState, make: Callable[[], ActorRequest]) -> None:
         self._state = state

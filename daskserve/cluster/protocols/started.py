@@ -22,7 +22,7 @@ class Started(Protocol):
     def __contains__(self, instance: object) -> bool: ...
 
     async def is_alone(self, instance: InstanceName) -> bool:
-        """Return whether no other program has deployed on an instance of this process, or it has ended."""
+        """Return whether no other program uses the instance: it has ended, or nobody else deployed on it."""
 
 
 class StartedInstances:
@@ -71,7 +71,7 @@ class StartedInstances:
         return cluster
 
     async def is_alone(self, instance: InstanceName) -> bool:
-        """Return whether an instance of this program has ended, or no other program has deployed on it.
+        """Return whether no other program uses the instance: it has ended, or nobody else deployed on it.
 
         A cluster that was started for this process ends with it, even if other programs use it.
         """

@@ -123,7 +123,7 @@ class Capacity:
         return max((report.grace_s for report in self._reports.values()), default=0.0)
 
     def is_free(self, leaving: set[WorkerAddress], instances: Iterable[InstanceName]) -> bool:
-        """Return whether leaving workers hold no actors, and these instances will place none there.
+        """Return whether leaving workers are free of actors, and these instances will place none there.
 
         Every instance must have reported since it learned of the retirement: an earlier report may lack a
         replica that was just being placed.

@@ -44,7 +44,9 @@ async def start_instance(
 async def bring_back(
     connection: DaskConnection, start: Mapping[str, Any], worker: WorkerAddress, left: Mapping[str, Any]
 ) -> bool:
-    """Ask a scheduler to bring back an instance that has outlived another one; return whether it runs.
+    """Ask a new scheduler to restore an instance that outlived the previous scheduler.
+
+    Return whether the instance is running.
 
     Parameters
     ----------

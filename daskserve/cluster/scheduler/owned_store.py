@@ -92,7 +92,7 @@ class Mirror:
         self.apply({key: each for key, each in stored.items() if is_row(key)})
 
     def difference(self, stored: Mapping[str, bytes]) -> dict[str, bytes | None]:
-        """Return the change that makes the records of a store equal to these."""
+        """Return the change that turns ``stored`` into this store's records."""
         change: dict[str, bytes | None] = {key: None for key in stored if key not in self.records}
         return change | {key: each for key, each in self.records.items() if stored.get(key) != each}
 

@@ -34,7 +34,7 @@ def awaited(
 
     1. During a change, all deployments that it needs must be up in their new versions.
     2. Without a change, as after the loss of workers, one running replica of each is enough. A deployment
-       that cannot start now delays no other, because its callers may work without it.
+       that cannot start then does not delay the others, because its callers may work without it.
 
     ``undone`` holds changes that will be written in the same transaction.
     """

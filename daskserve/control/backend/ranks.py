@@ -108,7 +108,7 @@ def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | N
 
 
 def all_ranks_known(backend: BackendRecord, replicas: Iterable[ReplicaRecord], observed: Observed) -> bool:
-    """Return whether no replica of a backend is known to run with a wrong rank."""
+    """Return whether all replicas of a backend run with correct ranks, as far as known."""
     return not any(has_wrong_rank_info(backend, each, observed) for each in replicas)
 
 

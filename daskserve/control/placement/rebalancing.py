@@ -28,7 +28,7 @@ LOOKS, COMPARISONS = 50, 5
 
 
 class Rebalancer:
-    """Searches the backends in turn for the next move, and remembers since when each could improve."""
+    """Searches the backends, round-robin, for the next move; remembers since when each could improve."""
 
     def __init__(self) -> None:
         self._since: dict[BackendTag, float] = {}
@@ -80,7 +80,7 @@ class Rebalancer:
         return None
 
     def _next_turns(self, state: State) -> Iterable[BackendTag]:
-        """Yield the next backends in turn."""
+        """Yield the next backends to check, round-robin."""
         if not self._turns:
             self._turns = sorted(state.backends, reverse=True)
             for gone in self._since.keys() - state.backends.keys():

@@ -39,7 +39,7 @@ from daskserve.control.records.revisions import RevisionRecord, Revisions
 
 
 class Codes(dict[str, CodeRecord]):
-    """All code by name, with an index by backend.
+    """The stored user code (`CodeRecord`) by name, indexed by backend.
 
     Attributes
     ----------

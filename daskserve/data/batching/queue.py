@@ -262,7 +262,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return None if found is None else found[2:]
 
     def _has_all(self) -> bool:
-        """Return whether no batch runs, and no more calls are expected."""
+        """Return whether all expected calls are queued, while no batch runs."""
         early_start = self._early_start
         return early_start is not None and not self._tasks and early_start.has_all(self.queued())
 

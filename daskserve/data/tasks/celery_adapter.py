@@ -168,7 +168,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         )
 
     def cancel_task_sync(self, task_id: str) -> bool:
-        """Revoke a task, without stopping one that runs; return whether it has not begun."""
+        """Revoke a task but leave a running one alone; return True if it had not started."""
         status = self.get_task_status_sync(task_id).status
         _called(self.app.control.revoke, task_id)
         return status in ("PENDING", "RETRY", "REVOKED")

@@ -204,11 +204,14 @@ class _Passing:
 
     @property
     def count(self) -> int:
-        """The number of spans that were passed on or wait to be."""
+        """The number of spans that were exported or wait to be."""
         return self._passed + len(self._pending) + len(self._slow)
 
     def some(self, export: Export) -> int:
-        """Pass on quickly encoded spans, unless another thread does; return how many are dropped."""
+        """Export the spans that are cheap to encode; do nothing if another thread is exporting.
+
+        Return how many were dropped.
+        """
         if not self._lock.acquire(blocking=False):
             return 0
         try:
@@ -224,7 +227,7 @@ class _Passing:
             self._lock.release()
 
     def all(self, export: Export | None) -> int:
-        """Pass on all spans; return how many are dropped."""
+        """Export all spans; return how many were dropped."""
         with self._lock:
             slow, self._slow = self._slow, []
             spans = slow + self._take()

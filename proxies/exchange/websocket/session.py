@@ -10,9 +10,9 @@ session ends in one of these ways:
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
 5. The client violates the protocol (1002, 1007), sends a message that is too large (1009), exceeds the limits
-   of decompression (1009, 1008) or the memory budget (1013): then as 4.
-6. The client sends nothing, not even pongs: 1011, then as 4.
-7. The server drains: 1001, then as 4.
+   of decompression (1009, 1008) or the memory budget (1013); the rest is as in case 4.
+6. The client sends nothing, not even pongs: 1011; the rest is as in case 4.
+7. The server drains: 1001; the rest is as in case 4.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ A page of any site can make its visitor's browser send requests to the scheduler
 
 So ``Host`` must be the scheduler's address, or a name that no other site can have.
 
-A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from it for the scheduler's own
-page, too, and only ``Sec-Fetch-Site: same-origin``, which no page can set, distinguishes it from another
-site's page. The name in ``Origin`` must be the scheduler's own in this case, because DNS rebinding may give
-the proxy's address to any other.
+A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from ``Host`` even for the
+scheduler's own page. Only ``Sec-Fetch-Site: same-origin``, which a page cannot forge, tells the two apart.
+The name in ``Origin`` must then be the scheduler's own, because DNS rebinding may give the proxy's address
+to any other name.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _parsed(origin: str) -> SplitResult | None:
 
 
 def is_unregistrable(name: str) -> bool:
-    """Return whether no site can have this host name: it is an IP address, or a private name."""
+    """Return whether this host name cannot belong to a public website: an IP address or a private name."""
     if "." not in name or name.endswith(_PRIVATE_ENDS):
         return True
     try:

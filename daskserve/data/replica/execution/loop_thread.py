@@ -20,7 +20,7 @@ class LoopThread(UserThreads):
     Parameters
     ----------
     post : callable
-        Calls a function on the user's loop.
+        Calls a function on the user-code loop.
     """
 
     def __init__(self, post: Callable[..., None], to_worker: ThreadCalls, runs: Runs) -> None:

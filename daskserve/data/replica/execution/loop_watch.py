@@ -51,10 +51,10 @@ class _Watch:
 
 
 class LoopWatch(_Watch):
-    """Logs and counts blocks of a user's loop. It runs on the worker's loop while calls run.
+    """Logs and counts blocks of a user-code loop. It runs on the worker's loop while calls run.
 
     It always detects a block of one and a half times `BLOCKED_AFTER_S`, even if the block is over at the next
-    check. It also runs the callbacks that the user's loop posted before it was blocked.
+    check. It also runs the callbacks that the user-code loop posted before it was blocked.
 
     Parameters
     ----------

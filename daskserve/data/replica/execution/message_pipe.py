@@ -117,7 +117,7 @@ class MessagePipe:
             await room
 
     def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
-        """Send messages from a callback of the user's loop; await the result before the next `send`."""
+        """Send messages from a callback of the user-code loop; await the result before the next `send`."""
         for message in messages:
             self._post(message, self._executor.to_worker.post_soon)
         return None

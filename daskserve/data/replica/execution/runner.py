@@ -6,9 +6,9 @@ exactly once when the code has ended. It returns the `CodeRun`, by which the cod
 ====================  =======================================================  ==========================
 runner                where the code runs                                      how it is cancelled
 ====================  =======================================================  ==========================
-`UserLoop`            async code, on the user's event loop in its own thread   ``Task.cancel``
-`UserThreads`         plain functions, in the user's threads                   it is not: it is abandoned
-`LoopThread`          plain functions, in the thread of the user's loop        it is not: it is abandoned
+`UserLoop`            async code, on the user-code loop, in its own thread     ``Task.cancel``
+`UserThreads`         plain functions, in user-code threads                    it is not: it is abandoned
+`LoopThread`          plain functions, in the thread of the user-code loop     it is not: it is abandoned
 `LoopRunner`          async code, on the worker's event loop                   ``Task.cancel``
 `ChildRunner`         a whole request, in a child process                      by a frame to the child
 ====================  =======================================================  ==========================

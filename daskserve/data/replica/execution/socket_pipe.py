@@ -173,7 +173,7 @@ class SocketPipe(_SocketPipe):
     # ---- on the worker's loop
 
     def stop_passing(self) -> None:
-        """Read no more messages: the connection is moving to the user's loop."""
+        """Read no more messages: the connection is moving to the user-code loop."""
         if self._reading is not None:
             self._reading.cancel()
         if self._is_leaving:

@@ -83,7 +83,7 @@ class LoopRun(CodeRun):
     def _stop(self) -> None:
         self._runner.to_user(self._cancel)
 
-    # ---- on the user's loop
+    # ---- on the user-code loop
 
     def _begin(self) -> None:
         if self.is_cancelled:

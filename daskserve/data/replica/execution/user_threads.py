@@ -22,7 +22,7 @@ from daskserve.loops.threads import RunningThread, StartThread, start_daemon, wa
 
 
 class ThreadRun(CodeRun):
-    """A plain function in one of the user's threads."""
+    """A plain function in a user-code thread."""
 
     __slots__ = ("_claim", "_is_abandoned", "_threads")
 
@@ -67,7 +67,7 @@ class ThreadRun(CodeRun):
         return True
 
     def run(self) -> None:
-        """Run the function, unless it was cancelled before; runs in one of the user's threads."""
+        """Run the function, unless it was cancelled before; runs in a user-code thread."""
         if not self._claim.acquire(blocking=False):
             return
         post = self._threads.to_worker.post

@@ -3,7 +3,7 @@
 A call with ``head["stream"]`` requests a stream, and each item is one ``call.item`` message. Items cross the
 thread boundary like the messages of an HTTP response
 (`daskserve.data.replica.execution.message_pipe.MessagePipe`): up to a limit they are buffered, then the
-generator waits for its caller. Async generators run on the user's loop, plain ones in one of the user's
+generator waits for its caller. Async generators run on the user-code loop, plain ones in user-code
 threads. When the caller leaves, the generator is closed at its next ``await`` or ``yield``.
 
 All of these functions run on the user's side of the executor.

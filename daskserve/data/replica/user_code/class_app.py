@@ -197,7 +197,7 @@ class ObjectApp:
             self.app = found
 
     def join(self, made: Any) -> None:
-        """Become the application of an object, after its constructor.
+        """Bind this application to the constructed object.
 
         Raises
         ------

@@ -21,7 +21,7 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class Lifespan:
-    """The start-up and shutdown of an ASGI application, on the user's loop; no-ops if it has none."""
+    """The start-up and shutdown of an ASGI application, on the user-code loop; no-ops if it has none."""
 
     def __init__(self) -> None:
         #: The application's state; requests get a copy as ``scope["state"]``.

@@ -120,7 +120,7 @@ def to_response(result: Any) -> ConvertedResponse | Unfinished:
 async def finish(
     scope: MutableMapping[str, Any], pipe: MessagePipe, result: Any
 ) -> ConvertedResponse | Unfinished:
-    """Send an unfinished result from the user's loop; await an awaitable, and convert its result."""
+    """Send an unfinished result from the user-code loop; await an awaitable, and convert its result."""
     try:
         if isinstance(result, Response):
             await result(scope, pipe.receive, pipe.send)

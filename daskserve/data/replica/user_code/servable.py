@@ -84,8 +84,8 @@ def load_definition(
 class Servable:
     """User code that answers requests.
 
-    Plain methods (``..._in_thread``) run in a user's thread, coroutine functions on the user's loop;
-    `Method.is_async` determines which of them answers a request. On the worker's loop, only the properties
+    Sync methods run through the ``..._in_thread`` methods in a user-code thread, coroutine functions on the
+    user-code event loop; `Method.is_async` selects between them. On the worker's loop, only the properties
     are used.
     """
 

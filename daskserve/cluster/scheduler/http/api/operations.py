@@ -114,7 +114,10 @@ def _put(request: APIRequest) -> tuple[str, Message]:
 
 
 def _change(verb: str, *names: str) -> Callable[[APIRequest], tuple[str, Message]]:
-    """Return a function for a verb that changes the object in the path, once for each request."""
+    """Return the function that builds the controller call for an operation that changes the path's object.
+
+    A retried request changes it once.
+    """
 
     def message(request: APIRequest) -> tuple[str, Message]:
         found: Message = {name: request.path[name] for name in names}
@@ -126,7 +129,10 @@ def _change(verb: str, *names: str) -> Callable[[APIRequest], tuple[str, Message
 def _rollout(
     verb: str, more: Callable[[APIRequest], Message] = lambda request: {"by": request.by}
 ) -> Callable[[APIRequest], tuple[str, Message]]:
-    """Return a function for a verb about the rollout of the deployment in the path, or of its model."""
+    """Return the function that builds the controller call for an operation on a rollout.
+
+    The rollout is that of the deployment in the path, or of its model.
+    """
 
     def message(request: APIRequest) -> tuple[str, Message]:
         found: Message = {"name": request.path["deployment"], "application": request.path["application"]}
@@ -141,7 +147,10 @@ def _promotion(request: APIRequest) -> Message:
 
 
 def _models(verb: str) -> Callable[[APIRequest], tuple[str, Message]]:
-    """Return a function for a verb about the models of the deployment in the path."""
+    """Return the function that builds the controller call for an operation on a deployment's models.
+
+    The path names the deployment.
+    """
 
     def message(request: APIRequest) -> tuple[str, Message]:
         found: Message = {"name": deployment_tag(request.path["application"], request.path["deployment"])}
