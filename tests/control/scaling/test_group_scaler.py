@@ -406,7 +406,7 @@ def test_b_has_twice_as_many_as_a_also_after_the_controller_is_replaced() -> Non
 
 @pytest.mark.parametrize("policy", ["target_ongoing_requests", "classic", "schedule", "latency"])
 def test_a_built_in_policy_cannot_have_a_group(policy: str) -> None:
-    with pytest.raises(ValueError, match="decides for one backend at a time, .*; omit group, or set policy"):
+    with pytest.raises(ValueError, match=r"decides for one backend at a time, .*; omit group, or set policy"):
         AutoscalingConfig(group="g", policy=policy)
     with pytest.raises(ValueError, match="group"):
         AutoscalingConfig(group="", policy="a:b")
