@@ -22,7 +22,7 @@ class Started(Protocol):
     def __contains__(self, instance: object) -> bool: ...
 
     async def is_alone(self, instance: InstanceName) -> bool:
-        """Return whether no other program uses the instance: it has ended, or nobody else deployed on it."""
+        """Return True if the instance has ended, or if only this program deployed on it."""
 
 
 class StartedInstances:
@@ -71,7 +71,7 @@ class StartedInstances:
         return cluster
 
     async def is_alone(self, instance: InstanceName) -> bool:
-        """Return whether no other program uses the instance: it has ended, or nobody else deployed on it.
+        """Return True if the instance has ended, or if only this program deployed on it.
 
         A cluster that was started for this process ends with it, even if other programs use it.
         """

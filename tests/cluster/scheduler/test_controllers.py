@@ -31,7 +31,7 @@ from daskserve.testing import wait_until
 
 
 class Controller:
-    """A controller that answers pings until it hangs; ``answers_from`` ends that after so many pings."""
+    """A controller that can hang: then it ignores pings, but only the first ``answers_from`` of them."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self.spec = spec

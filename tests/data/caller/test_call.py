@@ -19,6 +19,7 @@ from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
 from daskserve.data.caller.calls.handle import Handle
+from daskserve.data.caller.routing.replay import MAX_REPEATS
 from daskserve.data.caller.routing.replica_set import UNREACHABLE_BACKOFF_S
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
@@ -360,6 +361,18 @@ async def test_an_idempotent_call_that_had_begun_is_retried_once(
         assert await response == "by task"
     assert len(process.requested) == 2
     assert process.idle_replicas() == {"r1": 0, "r2": 0, "r3": 0}
+
+
+async def test_an_idempotent_call_is_not_retried_for_ever_on_replicas_that_stop(process: Process) -> None:
+    response = process.handle(*(f"r{number}" for number in range(9))).options(idempotent=True).remote()
+    await quiet()
+    while not response.done():
+        outcome, process.outcome = process.outcome, asyncio.get_running_loop().create_future()
+        outcome.set_exception(ActorLostError("gone", begun=True, is_planned=True))
+        await quiet()
+    with pytest.raises(ActorLostError, match="gone"):
+        response.result()
+    assert len(process.requested) == 1 + MAX_REPEATS
 
 
 async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:

@@ -1,8 +1,8 @@
 """Retries of a request whose replica was lost.
 
 A request that had begun may have had side effects. It is retried only if three conditions hold: its HTTP
-method is idempotent (RFC 9110, 9.2.2), its body was small enough to keep, and no byte of the response has
-been sent. The caller never gets two responses.
+method is idempotent (RFC 9110, 9.2.2), or the call's option says so; its body was small enough to keep; and
+no byte of the response has been sent. The caller never gets two responses.
 
 A request that had not begun is retried whatever its method. A channel may already have read the first message
 of its body, so the retry sends that message again. A body in one message is in the sender's memory in any
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from daskserve.common.types import Envelope, Message, Receive
+from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive
+from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 #: Bodies up to this size are kept for a retry.
@@ -24,7 +25,7 @@ MAX_REPEATS = 3
 
 
 class Replay:
-    """Relays the body of an HTTP request to the replicas that it is sent to in turn."""
+    """Relays the body of a request to the replicas that it is sent to in turn; calls have none."""
 
     def __init__(self, envelope: Envelope, receive: Receive) -> None:
         self._envelope = envelope
@@ -70,9 +71,14 @@ class Replay:
         if self._envelope.has_started() or (self._kept_bytes > KEPT_BYTES and (begun or not self._is_whole)):
             return False
         if begun:
-            is_idempotent = self._envelope.head.get("method") in IDEMPOTENT_METHODS
-            if not is_idempotent or self._repeats >= MAX_REPEATS:
+            if not _may_run_twice(self._envelope) or self._repeats >= MAX_REPEATS:
                 return False
             self._repeats += 1
         self._ahead = deque(self._kept)
         return True
+
+
+def _may_run_twice(envelope: Envelope) -> bool:
+    if envelope.kind is EnvelopeKind.HTTP:
+        return envelope.head.get("method") in IDEMPOTENT_METHODS
+    return is_idempotent_call(envelope)

@@ -303,7 +303,7 @@ class ReplicaSet:
                 return
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, envelope, was_queued=is_queued, span=span)
-                if replay is None and envelope.kind is EnvelopeKind.HTTP:
+                if replay is None:
                     replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
                 self.metrics.note_retry(error)

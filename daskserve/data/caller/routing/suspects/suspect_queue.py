@@ -14,7 +14,6 @@ from daskserve.common.clock import Clock
 from daskserve.common.types import Envelope, EnvelopeKind
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
-from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial, target_of
@@ -131,7 +130,7 @@ class SuspectQueue:
     def rewind(
         self,
         envelope: Envelope,
-        replay: Replay | None,
+        replay: Replay,
         trial: SuspectTrial | None,
         replica: PooledReplica,
         error: ReplicaBusyError | ActorLostError,
@@ -141,11 +140,7 @@ class SuspectQueue:
         Returns the request's trial if the request may have caused the loss of a replica.
         """
         lost = error if isinstance(error, ActorLostError) and error.begun else None
-        if replay is None:
-            may_retry = lost is None or is_idempotent_call(envelope)
-        else:
-            may_retry = replay.rewind(begun=lost is not None)
-        if may_retry:
+        if replay.rewind(begun=lost is not None):
             if lost is None or lost.is_planned:
                 return trial
             target = target_of(self._availability.name, envelope.head)
