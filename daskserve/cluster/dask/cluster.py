@@ -165,7 +165,7 @@ class RemoteStore:
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]
     ) -> Mapping[str, bytes | None] | None:
-        message = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
+        message: dict[str, Any] = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
         found = await _ask_of_instance(self._client, "take_over_records", instance=self._instance, **message)
         self.learn(found)
         changed: Mapping[str, bytes | None] | None = found["changed"]
@@ -265,17 +265,21 @@ class DaskCluster(ProcessView):
     ) -> Sequence[Mapping[str, Any]]:
         if not by_scheduler:
             return await super().inspect(worker, metrics_of=metrics_of)
-        message = {"instance": self.instance, "worker": worker, "metrics_of": list(metrics_of)}
+        message: dict[str, Any] = {
+            "instance": self.instance,
+            "worker": worker,
+            "metrics_of": list(metrics_of),
+        }
         actors: Sequence[Mapping[str, Any]] = await _ask_of_instance(self._client, "inspect", **message)
         return actors
 
     async def report(self, epoch: int, report: UsageReport) -> bool:
-        message = {"instance": self.instance, "epoch": epoch, **report.plain()}
+        message: dict[str, Any] = {"instance": self.instance, "epoch": epoch, **report.plain()}
         is_adaptive: bool = await _ask_of_instance(self._client, "report", **message)
         return is_adaptive
 
     async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
-        message = {"instance": self.instance, "epoch": epoch, "worker": worker}
+        message: dict[str, Any] = {"instance": self.instance, "epoch": epoch, "worker": worker}
         await _ask_of_instance(self._client, "restart_worker", **message)
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
