@@ -126,7 +126,7 @@ class ReconnectingInstances:
         return bool(self._reconnecting) or any(now < each.until for each in self._failures.values())
 
     def check(self, instance: InstanceName) -> None:
-        """Raise `UnavailableError` with the reason if an instance serves, but could not be brought back yet."""
+        """Raise `UnavailableError` with the reason if an instance serves, but is not back yet."""
         failure = self._failures.get(instance)
         if failure is not None and asyncio.get_running_loop().time() < failure.until:
             raise UnavailableError(f"Instance {instance!r} serves, but cannot be changed: {failure.reason}")
