@@ -153,9 +153,9 @@ class ReconnectingInstances:
         """
         name = start["instance"]
         if name in self._instances:
-            known = self._instances[name]
+            running = self._instances[name]
             # Without a controller, the supervisor tries again, and the actors serve on.
-            return known.controller is not None or (known.has_begun.is_set() and not known.is_ending)
+            return running.controller is not None or (running.has_begun.is_set() and not running.is_ending)
         if name in self._failures:
             self._failures[name].until = asyncio.get_running_loop().time() + ASKED_S
         entry = self._reconnecting.get(name)
