@@ -99,8 +99,6 @@ class Reconciler:
         self._rebalancer = Rebalancer()
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
-        #: The last logged failure of a step, and when it was logged, by backend.
-        self._logged: dict[str, tuple[str, float]] = {}
         self._listen_rules = listen_rules
         self._listening = listen_rules.first
         self.metrics = ControlMetrics()
@@ -220,13 +218,11 @@ class Reconciler:
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _is_news(self, tag: str, failure: str) -> bool:
-        before, since = self._logged.get(tag, ("", 0.0))
+        before, since = self._observed.logged_failures.get(tag, ("", 0.0))
         now = self._clock.now()
         if failure == before and now - since < LOG_S:
             return False
-        kept = {PROXIES, *self._state.backends}
-        self._logged = {each: last for each, last in self._logged.items() if each in kept}
-        self._logged[tag] = failure, now
+        self._observed.logged_failures[tag] = failure, now
         return True
 
     def _report(self) -> None:

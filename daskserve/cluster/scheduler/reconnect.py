@@ -218,7 +218,8 @@ def check_reconnected(entry: Instance, back: KnownInstance | None) -> None:
 
 
 async def close_records(entry: Instance) -> None:
-    """Release the records of an instance that ends, and close its store and its task queues."""
+    """Release the records of an instance that ends, and close its store, parcels and task queues."""
+    entry.parcels.close()
     if entry.watching is not None:
         entry.watching.cancel()
     try:

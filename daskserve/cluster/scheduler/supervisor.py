@@ -287,7 +287,8 @@ class Supervisor(SchedulerPlugin):
         except BaseException:
             if entry.is_back and not has_records and not entry.is_ending:
                 # Its actors serve, and their workers ask for it again: the store may be repaired in time.
-                await self._forget(entry)
+                await close_records(entry)
+                self._instances.pop(instance, None)
             else:
                 # By its start id: another instance may have the same name by now.
                 await self._end_instance(instance, start_id)
@@ -345,14 +346,10 @@ class Supervisor(SchedulerPlugin):
         self._capacity.forget(entry.name)
         self._hosts.reserved.forget(entry.name)
         self._evacuations.wake()
-        await self._forget(entry)
-        await self._unregister_if_unused()
-
-    async def _forget(self, entry: Instance) -> None:
-        entry.parcels.close()
         await close_records(entry)
         async with self._lock:
             self._instances.pop(entry.name, None)
+        await self._unregister_if_unused()
 
     async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._instances.get(instance)
