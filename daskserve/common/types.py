@@ -439,10 +439,12 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; also stays in this process.
     has_started: Callable[[], bool] = bool
-    #: The request's model, routing state and `ValuePlaces`. They also stay in this process.
+    #: The request's model, routing state, `ValuePlaces` and `daskserve.loops.connection_table.LostAttempt`,
+    #: if any. They also stay in this process.
     model_id: str = ""
     routed: Any = None
     places: Any = None
+    lost: Any = None
 
     def with_head(self, head: Mapping[str, Any]) -> Envelope:
         """Return the request with another head, in a fifth of the time of `dataclasses.replace`."""
@@ -460,6 +462,7 @@ class Envelope:
             self.model_id,
             self.routed,
             self.places,
+            self.lost,
         )
 
 
