@@ -104,7 +104,7 @@ class IngressDecorator:
 
 
 def ingress(app: Any) -> IngressDecorator:
-    """Give a class the routes of an ASGI application; use it as a decorator.
+    """Decorate a class with the routes of an ASGI application.
 
     Methods that are endpoints of the application (``@app.get("/items/{id}")``) and their dependencies get
     ``self``, the object of the replica. All public methods stay callable by handle. Each replica gets the
