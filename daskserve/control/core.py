@@ -64,7 +64,7 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
-#: The published keys that a record of a kind touches besides its own.
+#: For a kind of record, the published key that changes together with the record's own key.
 _TOUCHED: Mapping[str, str] = {"endpoint": "routes", "app": "routes", "proxy": "system", "capacity": LOGGING}
 
 
