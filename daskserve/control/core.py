@@ -303,7 +303,7 @@ class ControllerCore:
     async def _refresh_workers(self) -> None:
         events = -1
         while events != self.observed.worker_events:
-            # An event that arrived during the call may be newer than the answer, which must not undo it.
+            # The answer must not undo an event that arrived during the call, because the event may be newer.
             events = self.observed.worker_events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: self.observed.marked(info) for info in infos}

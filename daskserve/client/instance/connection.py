@@ -42,7 +42,7 @@ class InstanceConnection:
     Parameters
     ----------
     is_guest
-        Whether it only connects to an instance: when its client is left, the instance stays.
+        Whether the program only connects to the instance, which then stays when the client's block ends.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class HistoryVerbs(Verbs):
         Parameters
         ----------
         revision : int, optional
-            Its number in `history`. Default: the last one that ran before the one that runs; during a deploy,
-            the one that runs.
+            The number of the revision in `history`. Default: the revision that ran before the current one;
+            during a deploy, the current one.
         timeout_s : float, optional
             As in `daskserve.run`.
         blocking : bool
@@ -107,7 +107,7 @@ class HistoryVerbs(Verbs):
         since_s : float, optional
             Only those of the last seconds.
         limit : int
-            The newest ones, at most 1,000.
+            Maximum number of events, up to 1,000; the newest are returned.
         """
         return list((await self._events(name, since_s=since_s, limit=limit)).events)
 
@@ -148,7 +148,7 @@ class HistoryVerbs(Verbs):
         level : str, optional
             The lowest level, such as ``"WARNING"``.
         grep : str, optional
-            A text that the message or the traceback contains.
+            A string that the message or the traceback contains.
         limit : int
             Maximum number of records, up to 10,000.
         after : str, optional

@@ -139,7 +139,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         Parameters
         ----------
         id, delay_s, at, priority
-            As for queues of daskserve's own, but an id does not make a task run once.
+            As in `DurableAdapter.enqueue_task_sync`, but a task with an ``id`` may run more than once.
         **options
             Others are those of Celery's ``send_task``.
         """

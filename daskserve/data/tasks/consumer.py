@@ -43,7 +43,7 @@ T = TypeVar("T")
 CANCEL_POLL_S = 0.5
 #: How often a consumer looks for lost tasks and counts the tasks of the queue.
 UPKEEP_S = 1.0
-#: The pause after a consumer has taken all tasks, so that it takes the next ones together.
+#: The pause after a consumer has taken all tasks. It then takes the tasks that arrived meanwhile together.
 GATHER_S = 0.02
 #: Maximum number of lost tasks that one step recovers, and of old tasks that one step removes.
 BATCH = 500
