@@ -47,7 +47,7 @@ set_context_suppressed = BaseException.__dict__["__suppress_context__"].__set__
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer than ``most``."""
+    """Return a string without its middle if it is longer than ``most``."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -3,9 +3,9 @@
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
 requests of the replicas placed on it, and with the resources that Dask's tasks hold.
 
-A worker must be available and allowed, and must have room. It must not be one of the ``system_workers``, which
-are for the controller and the proxies. Its host must have fewer replicas than ``max_replicas_per_node``. Of the
-remaining workers, these win, in this order:
+A worker must be available and allowed, and must have room. It must not be one of the ``system_workers``,
+which are for the controller and the proxies. Its host must have fewer replicas than
+``max_replicas_per_node``. These criteria, in this order, decide among the remaining workers:
 
 1. The worker has the fewest replicas of the same backend.
 2. Its host has the fewest replicas of the same backend.
@@ -13,9 +13,9 @@ remaining workers, these win, in this order:
 4. It has fewer replicas than threads.
 5. It has the fewest replicas; the controller or a proxy counts as `SYSTEM_ACTOR_WEIGHT` replicas.
 
-With ``placement="PACK"``, the order is: the most replicas of the same backend on the worker, then on its host,
-then neither the controller nor a proxy, then the most replicas. Ties are resolved by address, so the result is
-repeatable.
+With ``placement="PACK"``, the order is: the most replicas of the same backend on the worker, then on its
+host, then neither the controller nor a proxy, then the most replicas. Ties are resolved by address, so the
+result is repeatable.
 
 Bundles that are placed together, all or none, form one `Demand`; see
 `daskserve.control.placement.bin_packing`. A replica is one bundle, or those of its placement group; a gang is
