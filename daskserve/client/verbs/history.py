@@ -103,9 +103,9 @@ class HistoryVerbs(Verbs):
         Parameters
         ----------
         name : str, optional
-            Only those of this application.
+            Only changes of this application.
         since_s : float, optional
-            Only those of the last seconds.
+            Only events of the last ``since_s`` seconds.
         limit : int
             Maximum number of events, up to 1,000; the newest are returned.
         """
@@ -144,7 +144,7 @@ class HistoryVerbs(Verbs):
         application, deployment, replica : str, optional
             Only records of this application, deployment or replica: its tag, or the part after ``#``.
         since_s : float, optional
-            Only those of the last seconds.
+            Only records of the last ``since_s`` seconds.
         level : str, optional
             The lowest level, such as ``"WARNING"``.
         grep : str, optional

@@ -53,7 +53,7 @@ class Profile:
 
 
 class Stacks:
-    """What the threads and tasks of one replica's user code did at a moment. Print it to read it.
+    """The stacks of the threads and tasks of one replica's user code at one moment. Print it to read them.
 
     Attributes
     ----------

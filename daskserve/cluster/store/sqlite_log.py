@@ -115,7 +115,7 @@ def seal(db: sqlite3.Connection) -> None:
     db.execute(_SEAL)
     db.execute("COMMIT")
     _write_back(db)
-    # The next write starts a new log and syncs its header. It is made here, where no change waits for it.
+    # The next write starts a new log and syncs its header. This is done here because no change waits for it.
     db.execute(_TOUCH)
 
 

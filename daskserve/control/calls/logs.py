@@ -71,7 +71,7 @@ class LogVerbs(DecidingVerbs):
         replica : str, optional
             The tag of a replica, or its part after ``#``.
         since_s : float, optional
-            Only those of the last seconds.
+            Only records of the last ``since_s`` seconds.
         level : str, optional
             The lowest level.
         grep : str, optional

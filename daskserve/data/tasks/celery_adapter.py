@@ -141,7 +141,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         id, delay_s, at, priority
             As in `DurableAdapter.enqueue_task_sync`, but a task with an ``id`` may run more than once.
         **options
-            Others are those of Celery's ``send_task``.
+            Further options of Celery's ``send_task``.
         """
         id = options.pop("id", None) or options.pop("task_id", None) or str(uuid.uuid4())
         sent: dict[str, Any] = {"queue": self.config.queue_name, "task_id": id}

@@ -44,7 +44,7 @@ from daskserve.payload.pickling import Substitute
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-#: The attribute of an endpoint with the class that it is a method of.
+#: The attribute of an endpoint that holds the class whose method it is.
 OWNER = "__daskserve_class__"
 #: The key of the object in the scope of a request.
 OBJECT = "daskserve.object"
