@@ -77,7 +77,7 @@ class SocketReceiver(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Expect the socket: after the accept, nothing more may be sent through the pipe."""
+        """Prepare for the socket: from the accept on, nothing more may be sent through the pipe."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""
@@ -196,9 +196,9 @@ class ReplicaRank:
     rank : int
         Its number among all replicas, from 0 on.
     node_rank : int
-        The number of its host among their hosts.
+        The number of its host among the hosts of these replicas.
     local_rank : int
-        Its number among those on its host.
+        Its number among the replicas on its host.
     """
 
     rank: int
@@ -362,7 +362,7 @@ class KeptPayload:
 
 
 class MayLeaveAnswer(Protocol):
-    """A call whose caller decides, when the answer exists, whether a large one stays at its actor."""
+    """A call whose caller decides, once the answer exists, whether a large answer stays with its actor."""
 
     @property
     def leaves_value(self) -> bool: ...

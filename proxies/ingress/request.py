@@ -116,7 +116,7 @@ class IngressRequest:
 
 
 def text_of(value: bytes) -> str:
-    """Return the text of a header."""
+    """Return the value of a header as a string."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -68,14 +68,14 @@ class HTTPServer:
     options : HTTPOptions
         The address, and the limits of connections.
     reuse_port : bool
-        Let other servers of the same user listen on the same port.
+        Whether other servers of the same user may listen on the same port.
     claims_port : bool
-        Raise an error if other servers share the port. False for the second and later servers of an instance
-        on a host.
+        Whether to raise an error if other servers share the port. False for the second and later servers of
+        an instance on a host.
     public_host : str
         The host in `urls` if the server listens on every address, as with ``0.0.0.0``.
     tls : ssl.SSLContext, optional
-        Serve HTTPS, with this context.
+        The context for HTTPS.
     port_option : str
         The HTTP option that sets the port, for errors.
     """

@@ -1,4 +1,4 @@
-"""The verbs that set an instance's target capacity, the percentage of its replicas, and how it logs. Pure."""
+"""The verbs that set an instance's target capacity (the percentage of its replicas) and its logs. Pure."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ async def _send_traced(
         raise
     finally:
         span.finish(failure)
-        del failure  # otherwise an error's traceback refers to this frame, and this frame to the error
+        del failure  # otherwise an error and this frame reference each other
 
 
 def _take_at_once(
