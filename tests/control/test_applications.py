@@ -14,9 +14,9 @@ from tables import each_case
 
 from daskserve.common.types import UNREADY, ReplicaState
 from daskserve.control.backend.application import neighbours
+from daskserve.control.decisions.applications import deploy
 from daskserve.control.records.records import AppRecord, GoalRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs.applications import deploy
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,

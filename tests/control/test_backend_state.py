@@ -18,10 +18,11 @@ from daskserve.control.backend.step import (
     START_RETRY_S,
     replica_tag,
 )
+from daskserve.control.decisions import endpoints as endpoint_state
 from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.views.views import backend_status, published_backend
+from daskserve.control.views.backends import backend_status
+from daskserve.control.views.published import published_backend
 from daskserve.errors import (
     DeployError,
     NoCapacityError,

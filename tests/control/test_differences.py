@@ -9,9 +9,9 @@ import pytest
 from control_harness import backend
 from tables import each_case
 
+from daskserve.control.decisions import differences as options
+from daskserve.control.decisions.history.differences import differences
 from daskserve.control.records.records import BackendRecord
-from daskserve.control.verbs import differences as options
-from daskserve.control.verbs.history.differences import differences
 from daskserve.options.environment import Environment
 from daskserve.payload.pickling import dump_bytes
 

@@ -15,14 +15,14 @@ from controller_harness import ScriptedReplica, Stage, staged
 from tables import each_case
 
 from daskserve.common.types import ReplicaState
+from daskserve.control.decisions.history import events as history_events
+from daskserve.control.decisions.history.events import KEPT_EVENTS, KEPT_S, SWEPT, as_row, events_of
+from daskserve.control.decisions.history.views import events_after
 from daskserve.control.observed.lifecycle import ReplicaEvent, move
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
 from daskserve.control.records.records import CapacityRecord, Change, EndpointRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs.history import events as history_events
-from daskserve.control.verbs.history.events import KEPT_EVENTS, KEPT_S, SWEPT, as_row, events_of
-from daskserve.control.verbs.history.views import events_after
 from daskserve.errors import ReplicaStartError
 
 

@@ -10,8 +10,8 @@ import pytest
 from controller_harness import CrashingStore, ScriptedReplica, Stage, staged
 from tables import each_case
 
+from daskserve.control.decisions.history import revisions as history_revisions
 from daskserve.control.records.records import AppRecord, CodeRecord
-from daskserve.control.verbs.history import revisions as history_revisions
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.options.backend import BackendMetadata
 from daskserve.testing import run_virtual

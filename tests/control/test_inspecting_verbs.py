@@ -12,8 +12,8 @@ from tables import case
 
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.common.types import ReplicaState, short_tag
+from daskserve.control.decisions.replicas import busiest, named_replicas
 from daskserve.control.records.records import ReplicaRecord
-from daskserve.control.verbs.replicas import busiest, named_replicas
 from daskserve.errors import ActorLostError, BadRequestError, InspectionError, NotFoundError
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tables import case, each_case
 
+from daskserve.control.decisions.model_rollouts import followed, steered
 from daskserve.control.records.model_decisions import (
     Folder,
     adopted,
@@ -24,7 +25,6 @@ from daskserve.control.records.models import ModelReport, ModelsRecord
 from daskserve.control.records.rollout import TABLE, InvalidRolloutTransition, RolloutEvent, RolloutPhase
 from daskserve.control.records.rollout import RolloutState as Rollout
 from daskserve.control.records.storing.encoding import decode, encode
-from daskserve.control.verbs.model_rollouts import followed, steered
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import RolloutConfig
 

@@ -11,8 +11,8 @@ import pytest
 from controller_harness import Stage, staged
 
 from daskserve.cluster.local.process import LocalProcess
-from daskserve.control.calls import overview as overview_module
-from daskserve.control.calls.overview import PERIOD_S
+from daskserve.control.rpc import overview as overview_module
+from daskserve.control.rpc.overview import PERIOD_S
 
 
 async def ask(stage: Stage, last: Mapping[str, Any] | None = None, timeout_s: float = 1.0) -> dict[str, Any]:

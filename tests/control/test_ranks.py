@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
 from daskserve.control.backend.ranks import are_valid, new_ranks, rank_info_of
+from daskserve.control.decisions import backends as backend_decisions
 from daskserve.control.observed.lifecycle import PLACED_STATES
 from daskserve.control.records.records import GoalState, ReplicaRecord
-from daskserve.control.verbs import backends as backend_verbs
 from daskserve.errors import ReplicaStartError
 
 BOOM = ReplicaStartError("the reconfiguration raised")
@@ -138,7 +138,7 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
         if event in ("up", "down", "deploy"):
             wanted = max(1, min(5, wanted + {"up": 1, "down": -1}.get(event, 0)))
             version += event == "deploy"
-            outcome = backend_verbs.deploy(
+            outcome = backend_decisions.deploy(
                 bench.state,
                 spec(version=str(version), num_replicas=wanted, timeout_s=None, request_id=f"r{number}"),
                 goal_id=f"g{number}",

@@ -17,6 +17,9 @@ from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ReplicaState as S
+from daskserve.control.decisions import rollouts
+from daskserve.control.decisions.history.events import events_of
+from daskserve.control.decisions.scale import scale
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.observed.rollout_evidence import (
@@ -33,9 +36,6 @@ from daskserve.control.records.rollout import RolloutPhase as P
 from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
-from daskserve.control.verbs import rollouts
-from daskserve.control.verbs.history.events import events_of
-from daskserve.control.verbs.scale import scale
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.rollouts import rollout_status, rollout_text
 from daskserve.errors import NotFoundError, RolloutError

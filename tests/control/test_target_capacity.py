@@ -12,11 +12,11 @@ from tables import each_case
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
+from daskserve.control.decisions.scale import scale
+from daskserve.control.decisions.target_capacity import set_logging, set_target_capacity
 from daskserve.control.records.records import BackendRecord, CapacityRecord
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import carried_over
-from daskserve.control.verbs.scale import scale
-from daskserve.control.verbs.target_capacity import set_logging, set_target_capacity
 from daskserve.errors import ReplicaStartError
 from daskserve.options.backend import BackendConfig
 from daskserve.payload.pickling import dump_bytes

@@ -10,7 +10,7 @@ from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
-from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.decisions import backends as backend_decisions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, effect_of
 
@@ -107,7 +107,7 @@ def test_the_same_option_again_changes_nothing(name: str) -> None:
     bench.deploy(version="1", **options)
     bench.settle()
     again = spec(version="1", request_id="another", **options)
-    outcome = backend_verbs.deploy(bench.state, again, goal_id="another", now=0.0)
+    outcome = backend_decisions.deploy(bench.state, again, goal_id="another", now=0.0)
     assert (outcome.change, outcome.goal) == ({}, None)
 
 

@@ -8,7 +8,7 @@ from control_harness import Bench, worker
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import Action, StartReplica
-from daskserve.control.views.views import backend_status
+from daskserve.control.views.backends import backend_status
 from daskserve.errors import ReplicaStartError
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
