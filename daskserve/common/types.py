@@ -444,6 +444,11 @@ class Envelope:
     routed: Any = None
     places: Any = None
 
+    def is_idempotent_call(self) -> bool:
+        """Return whether the options of a call say that it may run twice; streams never may."""
+        facts, head = self.head.get("facts"), self.head
+        return bool(facts and facts.get("idempotent")) and not head.get("stream") and "reserve" not in head
+
     def with_head(self, head: Mapping[str, Any]) -> Envelope:
         """Return the request with another head, in a fifth of the time of `dataclasses.replace`."""
         return Envelope(

@@ -61,13 +61,6 @@ def sent_to(envelope: Envelope) -> str:
     return routed.tag if type(routed) is Sent else ""
 
 
-def is_idempotent_call(envelope: Envelope) -> bool:
-    """Return whether the options of a call say that it may run twice; streams never may."""
-    head = envelope.head
-    facts = head.get("facts")
-    return bool(facts and facts.get("idempotent")) and not head.get("stream") and "reserve" not in head
-
-
 def no_body() -> Receive:
     """Return the ``receive`` of a second attempt: an empty body, then nothing while the client is connected.
 
@@ -117,7 +110,7 @@ class Hedging:
         head = envelope.head
         if envelope.kind is EnvelopeKind.HTTP:
             return not envelope.has_body and head.get("method") in METHODS and head.get("type") == "http"
-        return is_idempotent_call(envelope)
+        return envelope.is_idempotent_call()
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
         """Return the metric samples."""
