@@ -168,7 +168,7 @@ def test_a_failure_of_the_controller_is_no_failure_of_the_code() -> None:
         ([replica("b#1", ReplicaState.STARTING, moved_at=71.0)], ""),
     ],
 )
-def test_what_takes_longer_than_30_s_is_told(records: list[Record], message: str) -> None:
+def test_what_takes_longer_than_30_s_is_reported(records: list[Record], message: str) -> None:
     observed = Observed(workers={"w1": worker(1)})
     found = status(member("b", goal="g"), member("f"), *records, observed=observed)
     assert found["deployments"]["back"]["message"] == message

@@ -243,7 +243,7 @@ def test_an_update_with_equal_options_changes_nothing() -> None:
 
 
 @each_case(
-    ("config", "is_told"),
+    ("config", "is_sent"),
     [
         ({"num_replicas": 3}, False),
         ({"max_queued_requests": 3}, False),
@@ -253,10 +253,10 @@ def test_an_update_with_equal_options_changes_nothing() -> None:
         ({"batch_wait_timeout": 3}, True),
     ],
 )
-def test_only_options_that_concern_replicas_reconfigure_them(config: dict[str, Any], is_told: bool) -> None:
+def test_only_options_that_concern_replicas_reconfigure_them(config: dict[str, Any], is_sent: bool) -> None:
     state = created()
     before = state.backends["b"].config_id
-    assert (backend_of(update(state, config)).config_id != before) == is_told
+    assert (backend_of(update(state, config)).config_id != before) == is_sent
 
 
 def test_a_new_user_config_reconfigures_the_replicas() -> None:
@@ -315,9 +315,9 @@ def test_deleting_twice_waits_for_the_first_unless_the_second_is_forced() -> Non
 
 def test_the_plain_values_of_a_backend_restore_its_config() -> None:
     wanted = spec(num_replicas=2, max_batch_size=4, user_config=b"pickled")
-    told = decisions.describe(created(wanted), "b")
-    assert told["user_config"] == b"pickled"
-    config = BackendConfig(**told["config"])
+    description = decisions.describe(created(wanted), "b")
+    assert description["user_config"] == b"pickled"
+    config = BackendConfig(**description["config"])
     assert (config.num_replicas, config.max_batch_size) == (2, 4)
 
 

@@ -18,7 +18,7 @@ from daskserve.errors import ActorLostError, BadRequestError, InspectionError, N
 
 
 @staged(workers=2)
-async def test_a_replica_that_ends_meanwhile_is_told_from_one_that_never_was(
+async def test_a_replica_that_ends_meanwhile_is_distinguished_from_one_that_never_was(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stage.run("x")

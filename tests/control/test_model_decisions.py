@@ -128,7 +128,7 @@ def test_what_replicas_have_loaded_in_their_starts_is_kept() -> None:
         (report(errors={"m/1": (0, "no")}), False),
     ],
 )
-def test_a_replica_is_told_until_it_has_what_it_should(found: Any, expected: bool) -> None:
+def test_a_replica_is_called_until_its_models_are_as_configured(found: Any, expected: bool) -> None:
     assert is_met(target(ready("1")), found) is expected
 
 

@@ -84,10 +84,10 @@ def test_scaling_down_closes_gaps_tells_who_moves_and_ends_when_they_know() -> N
     goal = bench.update(num_replicas=2)
     bench.step()
     assert ranks(bench) == [1, 0]
-    told = [each for each in bench.last.actions if isinstance(each, ReconfigureReplica)]
-    assert len(told) == 2  # both learn that there are two
+    received = [each for each in bench.last.actions if isinstance(each, ReconfigureReplica)]
+    assert len(received) == 2  # both learn that there are two
     for action in bench.last.actions:
-        if action not in told:
+        if action not in received:
             bench.succeed(action)
     bench.step()
     assert bench.goal(goal).state is GoalState.PENDING
@@ -174,7 +174,7 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
     )
 
 
-def test_two_records_of_one_rank_are_told_apart() -> None:
+def test_two_records_of_one_rank_are_distinguished() -> None:
     """Records of an older version have no ranks, and a broken store may hold anything."""
     base = ReplicaRecord("b#1", "b", "v", "c", S.RUNNING, {}, "w1", 1)
     records = [base, ReplicaRecord("b#2", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0))]

@@ -1,4 +1,4 @@
-"""The share of its replicas that an instance is to have: recorded, in force at once, and taken back whole."""
+"""The target capacity of an instance: recorded, in force at once, and rolled back as a whole."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_first_number_is_the_least_on_the_way_up_alone() -> None:
         ([0, 100], "UP"),
     ],
 )
-def test_the_direction_is_told_by_the_value_before(
+def test_the_direction_follows_from_the_value_before(
     percents: Sequence[float | None], expected: str | None
 ) -> None:
     assert direction(put(state_of(backend()), *percents)) == expected
@@ -248,8 +248,8 @@ def test_at_nothing_no_request_is_waited_for_and_none_wakes_a_backend() -> None:
         await stage.call("report_load", router="r", loads={"b": [3, 0]})
         await stage.clock.sleep(3.0)
         assert not stage.running
-        told = await explained(stage)
-        assert (told.wanted, told.min_replicas, told.max_replicas) == (0, 0, 0)
+        explanation = await explained(stage)
+        assert (explanation.wanted, explanation.min_replicas, explanation.max_replicas) == (0, 0, 0)
         await set_to(stage, 10)
         await stage.call("report_load", router="r", loads={"b": [30, 0]})
         await stage.until(lambda: len(stage.running) == 2)  # a tenth of 20
@@ -257,7 +257,7 @@ def test_at_nothing_no_request_is_waited_for_and_none_wakes_a_backend() -> None:
     play(scenario)
 
 
-def test_the_policy_is_told_the_share_of_the_bounds() -> None:
+def test_the_policy_gets_the_share_of_the_bounds() -> None:
     def least_of_both(context: Any) -> int:
         assert context.capacity_adjusted_min_replicas == context.min_replicas
         assert context.capacity_adjusted_max_replicas == context.max_replicas

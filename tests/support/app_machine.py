@@ -151,7 +151,7 @@ class AppMachine(FaultyWorld):
 
     @rule(when=lambda self: self.has_apps, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
-        """Take back the last deploy, or the one before."""
+        """Withdraw the last deploy, or the one before."""
         deployed = [each.message["apps"] for each in self.world.calls if each.verb == "deploy_applications"]
         if deployed:
             apps = deployed[-1 - min(age, len(deployed) - 1)]

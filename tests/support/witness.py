@@ -114,7 +114,7 @@ class Witness:
     epoch: int = 0
     #: When an autoscaler last changed a number, or had a reason to.
     scaled_at: float = float("-inf")
-    #: The ids of the calls that clients have taken back.
+    #: The ids of the calls that clients have withdrawn.
     withdrawn: set[str] = field(default_factory=set)
     _pending: set[str] = field(default_factory=set)
 

@@ -31,7 +31,7 @@ from daskserve.control.records.records import (
 from daskserve.control.records.state import State, display_name
 from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.records.versions import unmarked
-from daskserve.control.scaling.recorded import taken_back
+from daskserve.control.scaling.recorded import restored
 from daskserve.errors import DeletedError, DeployError, ReplicaStartError, ServeError, SupersededError
 from daskserve.payload import error_text
 from daskserve.payload.packed_errors import dump_error
@@ -276,14 +276,14 @@ def rolled_back(
             f"The swap of routes with application '{goal.application}' was canceled, because that "
             "application keeps its route."
         )
-        change.update(_taken_back(state, state.goals[other.goal or ""], why, None, wall))
+        change.update(_restored(state, state.goals[other.goal or ""], why, None, wall))
         back = change.get(other.key)
         if isinstance(back, AppRecord):
             change[back.key] = replace(back, last_error=str(why))
-    return change | _taken_back(state, goal, error, culprit, wall)
+    return change | _restored(state, goal, error, culprit, wall)
 
 
-def _taken_back(
+def _restored(
     state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord | None, wall: float
 ) -> Change:
     text = "" if culprit is None else text_of(error)
@@ -303,7 +303,7 @@ def _taken_back(
                         goal=None,
                         rollout=ended_rollout(current, error, wall),
                     )
-                    change[current.key] = taken_back(previous, current, wall)
+                    change[current.key] = restored(previous, current, wall)
                 else:
                     why = (
                         f"{error}"

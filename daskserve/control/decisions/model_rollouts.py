@@ -119,7 +119,7 @@ def steered(
     """
     last = record.rollouts.get(name)
     rollout = rollouts_of(record).get(name)
-    if last is not None and rollout is None and verb == "abort" and RolloutPhase(last["phase"]).is_taken_back:
+    if last is not None and rollout is None and verb == "abort" and RolloutPhase(last["phase"]).is_undone:
         return record
     request_id = options.get("request_id", "")
     if last is not None and request_id and last["promoted_by"] == request_id:
@@ -147,7 +147,7 @@ def _ended(record: ModelsRecord, name: str, rollout: RolloutState) -> ModelsReco
     record, new = _with(record, name, rollout), rollout.names[0]
     if rollout.phase is RolloutPhase.COMPLETED:
         return with_default(record, name, new)
-    if rollout.phase.is_taken_back:
+    if rollout.phase.is_undone:
         entry = {**_entry(record, name, new, ModelState.TAKEN_BACK), "reason": rollout.why}
         return changed(record, name, new, entry)
     return record

@@ -47,7 +47,7 @@ def abort(state: State, backend: BackendRecord, wall: float, by: str) -> Change:
     Aborting a rollout that was rolled back changes nothing.
     """
     ended = backend.rollout
-    if ended is not None and ended.phase.is_taken_back:
+    if ended is not None and ended.phase.is_undone:
         return {}
     rollout, goal = _going_on(backend, "abort"), _goal_of(state, backend)
     if goal is None:

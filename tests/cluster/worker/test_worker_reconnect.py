@@ -103,10 +103,10 @@ class Lost:
         found.open(connection)
         if serves:
             found.starts["a"] = {"instance": "a", "store": "sqlite:///a.db"}
-        fate: WorkerOutcome = await worker.survive()
+        outcome: WorkerOutcome = await worker.survive()
         await asyncio.sleep(then_s)
         self.starts = dict(found.starts)
-        return fate
+        return outcome
 
 
 def test_a_worker_keeps_its_actors_and_registers_with_the_next_scheduler(

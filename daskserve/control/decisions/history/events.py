@@ -258,8 +258,8 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
         return "it is deleted"
     if backend.version != replica.version:
         rollout = backend.rollout
-        is_taken_back = rollout is not None and rollout.phase.is_taken_back
-        return f"version {replica.named_version} is {'rolled back' if is_taken_back else 'replaced'}"
+        is_undone = rollout is not None and rollout.phase.is_undone
+        return f"version {replica.named_version} is {'rolled back' if is_undone else 'replaced'}"
     if cause := world.causes.get(f"leaving/{replica.tag}"):
         return cause
     before = world.state.backends.get(replica.backend)

@@ -399,7 +399,7 @@ def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
     """Return a replica that the router chooses for a second attempt, counting one more in flight there.
 
-    ``tag`` is the replica of the first try, which is excluded. Returns None if there is no other replica.
+    ``tag`` is the replica of the first attempt, which is excluded. Returns None if there is no other replica.
     """
     request = routing.request_of(envelope)
     thread = routing._thread
