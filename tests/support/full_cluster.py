@@ -48,6 +48,15 @@ def lose_first(bench: Bench) -> None:
             bench.observed.lost_workers.clear()
 
 
+def step_with_failing_starts(bench: Bench, version: str) -> None:
+    """Let all actions of one step succeed, except for the starts of a version."""
+    for action in bench.step().actions:
+        if isinstance(action, StartReplica) and action.replica.named_version == version:
+            bench.observed.failed[action.replica.tag] = BOOM
+        else:
+            bench.succeed(action)
+
+
 def play(bench: Bench, actions: list[Action], event: str) -> None:
     """Let all actions succeed, or one, or none; or let the starts fail."""
     for action in actions if event in ("all", "fail") else actions[:1] if event == "one" else []:

@@ -26,6 +26,7 @@ import isolated_code as code
 import numpy as np
 import psutil
 import pytest
+from dask_processes import alive
 from replica_harness import PLACES, Reply, call, http, make, until
 from replica_starts import reconfiguration
 
@@ -107,18 +108,6 @@ class Bench:
         return int(self.facts["child_pid"])
 
 
-def alive(*processes: psutil.Process) -> list[psutil.Process]:
-    """Return those of the processes that still run; a zombie has ended."""
-    found = []
-    for each in processes:
-        try:
-            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 def processes_of(leader: int) -> list[psutil.Process]:
     """Return what still runs of a process group."""
 
@@ -128,7 +117,7 @@ def processes_of(leader: int) -> list[psutil.Process]:
         except ProcessLookupError:
             return 0
 
-    return alive(*(each for each in psutil.process_iter() if group(each) == leader))
+    return alive(each for each in psutil.process_iter() if group(each) == leader)
 
 
 def wait_until(condition: Callable[[], Any], what: str = "") -> None:
@@ -782,7 +771,7 @@ def test_a_process_that_ends_is_a_lost_replica(
                 assert not caught.value.begun
             assert not replica.health()["is_healthy"]
             assert outcome in replica.health()["detail"]
-            await until(lambda: alive(grandchild) == [])  # killed already, but the kernel takes its time
+            await until(lambda: alive([grandchild]) == [])  # killed already, but the kernel takes its time
 
         bench.run(scenario())
     assert outcome in caplog.text
@@ -866,7 +855,7 @@ def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> N
         (outcome,) = await asyncio.gather(request, return_exceptions=True)
         assert isinstance(outcome, ActorLostError)
         assert outcome.begun
-        await until(lambda: alive(grandchild) == [])
+        await until(lambda: alive([grandchild]) == [])
         assert replica._code._child.pid not in psutil.pids()
 
     async def main() -> None:
@@ -903,9 +892,9 @@ def test_processes_end_with_their_worker_whatever_they_do(tmp_path: Path) -> Non
         finally:
             worker.kill()
     try:
-        wait_until(lambda: alive(*orphans) == [], "they live on")
+        wait_until(lambda: alive(orphans) == [], "they live on")
     finally:
-        for each in alive(*orphans):
+        for each in alive(orphans):
             each.kill()
 
 
