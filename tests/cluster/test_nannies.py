@@ -124,7 +124,7 @@ async def test_sigterm_is_left_alone_in_a_users_program_that_has_nannies(
     assert ended == [signal.SIGTERM]
 
 
-async def test_a_worker_tells_its_nanny_how_long_it_may_wait() -> None:
+async def test_a_worker_sends_its_nanny_the_time_that_it_may_wait() -> None:
     received: list[Any] = []
 
     async def run(*call: Any) -> None:

@@ -80,7 +80,7 @@ async def test_a_deploy_that_changes_nothing_is_no_revision(stage: Stage) -> Non
 
 
 @staged()
-async def test_facts_that_replicas_tell_of_themselves_make_no_revision(stage: Stage) -> None:
+async def test_facts_that_replicas_report_make_no_revision(stage: Stage) -> None:
     await run(stage, "1")
     facts = BackendMetadata(class_name="Model")
     await run(stage, "1", both={"internal_metadata": facts})
@@ -229,7 +229,7 @@ async def test_old_revisions_lose_their_code_beyond_the_budget(stage: Stage) -> 
 
 
 @staged()
-async def test_code_in_use_beyond_the_budget_costs_no_looks_at_all_revisions(
+async def test_code_in_use_beyond_the_budget_costs_no_scan_of_all_revisions(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []

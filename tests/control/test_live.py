@@ -116,7 +116,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(live._routers) == ["later"]
 
 
-def test_watching_ends_some_time_after_the_last_look() -> None:
+def test_watching_ends_some_time_after_the_last_read() -> None:
     live = LiveMetrics()
     assert not live.is_watched(0.0)
     assert not live.end(0.0)

@@ -74,7 +74,7 @@ def test_a_replacement_gets_the_rank_that_became_free() -> None:
     }
 
 
-def test_scaling_down_closes_gaps_tells_who_moves_and_ends_when_they_know() -> None:
+def test_scaling_down_closes_gaps_notifies_the_moved_replicas_and_ends_when_they_know() -> None:
     bench = Bench(WORKERS[:1])
     bench.create(num_replicas=3)
     rest(bench)

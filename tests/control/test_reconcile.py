@@ -502,7 +502,7 @@ async def test_a_config_that_is_superseded_before_it_fails_does_no_harm(stage: S
 
 
 @staged()
-async def test_a_replica_lost_during_a_reconfiguration_is_looked_after_without_haste(stage: Stage) -> None:
+async def test_an_unreachable_replica_is_reconfigured_again_after_a_pause(stage: Stage) -> None:
     await stage.create(user_config=b"one")
 
     async def unreachable(replica: ScriptedReplica) -> None:

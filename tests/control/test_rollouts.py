@@ -510,7 +510,7 @@ def test_how_many_requests_a_step_needs(detects: str, share: float, rate: float,
     assert least_requests(Gate(detects=detects), evidence, share, 0.001 / 3) == least
 
 
-def test_looking_again_and_again_does_not_find_a_difference_that_is_not_there() -> None:
+def test_repeated_checks_do_not_find_a_difference_that_is_not_there() -> None:
     """With a bare test at each look, every second of these would be rolled back."""
     alarms = 0
     for seed in range(100):

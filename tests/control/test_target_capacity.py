@@ -120,7 +120,7 @@ def test_setting_the_same_capacity_changes_nothing() -> None:
         ({"max_replicas": 10}, 0.0, 0),
     ],
 )
-def test_a_change_has_come_about_with_the_share_of_the_first_number(
+def test_a_change_is_complete_with_the_share_of_the_first_number(
     options: dict[str, Any], capacity: float | None, expected: int
 ) -> None:
     made = replace(autoscaled("a", 0 if capacity == 0 else 18, **options), capacity=capacity)
@@ -276,7 +276,7 @@ def test_the_policy_gets_the_share_of_the_bounds() -> None:
 
 
 @staged(workers=3)
-async def test_a_change_that_is_under_way_comes_about_with_the_share(stage: Stage) -> None:
+async def test_a_change_in_progress_completes_with_the_share(stage: Stage) -> None:
     async def slow(replica: ScriptedReplica) -> None:
         await stage.clock.sleep(3.0)
 

@@ -202,7 +202,7 @@ async def test_an_address_that_is_used_again_leaves_again() -> None:
     assert len(cluster.retired) == 2
 
 
-async def test_nobody_waits_for_a_supervisor_that_ends() -> None:
+async def test_no_worker_waits_for_a_supervisor_that_ends() -> None:
     cluster = Cluster(["w1", "w2"], free_after_s=1000)
     waiting = asyncio.ensure_future(cluster.evacuations.evacuate(["w1"]))
     await asyncio.sleep(1)

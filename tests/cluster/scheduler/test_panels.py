@@ -77,7 +77,7 @@ def test_several_instances_are_distinguished() -> None:
     assert series.busiest() == ["one: a", "two: a"]
 
 
-def test_controllers_are_asked_only_while_somebody_looks() -> None:
+def test_controllers_are_polled_only_while_a_page_is_open() -> None:
     asked: list[str] = []
 
     async def ask(name: str) -> dict[str, Any]:

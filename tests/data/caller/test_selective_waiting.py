@@ -235,7 +235,7 @@ async def test_priorities_have_their_shares_with_a_router_or_models(router: Any,
     assert backend._waiting._ranked is None
 
 
-def test_a_refused_request_looks_at_none_that_wait_unless_one_is_lower() -> None:
+def test_a_refused_request_scans_no_waiting_ones_unless_one_is_lower() -> None:
     looked = []
 
     def is_there(item: int) -> bool:

@@ -236,7 +236,7 @@ def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(event_loop: str) -> None:
+def test_cancelling_the_caller_cancels_async_code_and_reports_its_end(event_loop: str) -> None:
     async def scenario(executor: UserExecutor) -> None:
         began, cancelled, release = threading.Event(), threading.Event(), threading.Event()
         ended: list[bool] = []
