@@ -116,6 +116,7 @@ class Response:
             The error that the backend raised, with its own type.
         """
         left_s = self._wait(self._future, timeout_s)
+        self._check(self._future)  # here, because `_value` would add frames to the traceback
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s, left_s)
         return self._value()
