@@ -116,7 +116,8 @@ class Response:
             The error that the backend raised, with its own type.
         """
         left_s = self._wait(self._future, timeout_s)
-        self._check(self._future)  # here, because `_value` would add frames to the traceback
+        # Raised here already, because `_value` would add a frame to the traceback that users read.
+        self._check(self._future)
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s, left_s)
         return self._value()
