@@ -296,17 +296,6 @@ class WorkerInfo:
         return not {self.address, self.name, self.host, *self.resources}.isdisjoint(names)
 
 
-class RetirementStatus(enum.StrEnum):
-    """The state of a worker that retires after SIGTERM."""
-
-    #: The actors are still moving; ask again.
-    MOVING = "moving"
-    #: The worker has no actors left, and no data that only it has.
-    MOVED = "moved"
-    #: Its actors could not move in time, so the worker completes their requests.
-    STAYED = "stayed"
-
-
 #: Answers of at least this size stay at the actor until the caller reads them, because it may only pass them
 #: on.
 KEPT_BYTES = 4 * 1024 * 1024

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from daskserve.cluster.protocols.retirement import RetirementStatus
 from daskserve.cluster.scheduler.evacuation import EVACUATION_S, REPLACING_SHARE, Evacuations
-from daskserve.common.types import RetirementStatus
 
 pytestmark = pytest.mark.virtual_time
 
