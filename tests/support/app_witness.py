@@ -148,7 +148,7 @@ class AppWitness(Witness):
                 self.report(f"{each} has lost {set(each.codes.values()) - codes}")
 
     def _check_settled(self, app: AppRecord, before: AppRecord, goal: Any, signature: Signature) -> None:
-        """Check that a change came about as a whole, or was rolled back as a whole."""
+        """Check that a change came about as a whole, or was taken back as a whole."""
         if goal.state is GoalState.FAILED:
             fallback = self.settled.get(app.name)
             if (signature if app.deployments else None) != fallback:

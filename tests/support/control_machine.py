@@ -364,7 +364,7 @@ class ControlMachine(FaultyWorld):
 
     @rule(when=lambda self: self.has_backends, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
-        """Withdraw the last call that made or deployed something, or the one before."""
+        """Take back the last call that made or deployed something, or the one before."""
         asked = [each.message["spec"]["request_id"] for each in self.world.calls if "spec" in each.message]
         if asked:
             request = asked[-1 - min(age, len(asked) - 1)]

@@ -246,7 +246,7 @@ def set_target_capacity(wanted: Wanted, percent: float | None) -> Wanted:
 
 
 def withdraw(wanted: Wanted, requests: Sequence[str]) -> Wanted:
-    """Change nothing: what is withdrawn is a change that has failed, and is checked like others."""
+    """Change nothing: what is taken back is a change that has failed, and is checked like others."""
     return wanted
 
 

@@ -1,4 +1,4 @@
-"""Changes of an instance's target capacity, the percentage of its replicas, and of how it logs. Pure."""
+"""The verbs that set an instance's target capacity (the percentage of its replicas) and its logs. Pure."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
 would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
-second replica. The first answer is used, and the other attempt is cancelled. Only requests that may run
-twice are hedged. A budget limits the number of second attempts, in case all requests of a deployment take
-long. While little of the budget is left, second attempts begin later. Otherwise requests that are only
-slightly slower than most would spend it, and none would be left for slow ones.
+second replica. The first answer is used, and the other try is cancelled. Only requests that may run twice are
+hedged. A budget limits the number of second attempts, in case all requests of a deployment take long. While
+little of the budget is left, second attempts begin later. Otherwise requests that are only slightly slower
+than most would spend it, and none would be left for slow ones.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sent_to(envelope: Envelope) -> str:
 def no_body() -> Receive:
     """Return the ``receive`` of a second attempt: an empty body, then nothing while the client is connected.
 
-    A disconnect would end a streamed response. When the client leaves, the attempt is cancelled.
+    A disconnect would end a streamed response. When the client leaves, the try is cancelled.
     """
     messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
