@@ -136,7 +136,7 @@ def counted(count: int, ongoing: int = 0) -> list[Any]:
     ]
 
 
-async def test_without_a_proxy_that_asks_for_it_a_child_gets_nothing() -> None:
+async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> None:
     cluster, child = Published(), Child()
     children = ListeningChildren(cluster)  # type: ignore[arg-type]
     children.add("b", "b#1", child.call, child.hand_over)
@@ -147,7 +147,7 @@ async def test_without_a_proxy_that_asks_for_it_a_child_gets_nothing() -> None:
     assert child.calls == child.given == []
 
 
-async def test_a_child_gets_the_sockets_once_and_the_routes_and_its_own_endpoints() -> None:
+async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_own() -> None:
     cluster = Published()
     found = await opened(cluster)
     child = found.child
@@ -195,7 +195,7 @@ async def test_endpoints_and_backends_are_watched_while_a_proxy_is_open() -> Non
     await found.children.remove("b#1", 0)
 
 
-async def test_changes_at_once_are_sent_once() -> None:
+async def test_changes_at_once_are_told_once() -> None:
     cluster = Published()
     found = await opened(cluster)
     before = len(found.child.calls)
