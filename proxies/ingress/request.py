@@ -11,7 +11,7 @@ from urllib.parse import unquote_plus
 from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.loops.connection_table import LostAttempt
 from daskserve.proxies.asgi import REQUEST_ID
-from daskserve.proxies.exchange.response.response import Response
+from daskserve.proxies.exchange.http_response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.telemetry.tracing.carrier import TRACE_HEADERS, Carrier
 
