@@ -7,6 +7,8 @@ import math
 import re
 import traceback
 
+#: The number of kinds from which those without a recent event are forgotten.
+MAX_KINDS = 256
 #: Numbers and addresses, which may differ between two occurrences of the same error.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -54,5 +56,8 @@ class SparseLog:
         if now - since < self._period_s:
             self._kinds[kind] = since, left_out + 1
             return None
+        if len(self._kinds) >= MAX_KINDS:
+            recent = {each: last for each, last in self._kinds.items() if now - last[0] < self._period_s}
+            self._kinds = recent
         self._kinds[kind] = now, 0
         return left_out

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from daskserve.telemetry.error_log import ErrorLog, SparseLog
+from daskserve.telemetry.error_log import MAX_KINDS, ErrorLog, SparseLog
 
 
 class Rude(Exception):
@@ -48,3 +48,11 @@ def test_of_many_events_the_first_is_logged_and_then_one_in_each_period() -> Non
         1,
     ]
     assert log.take("late", 30.0) == 0
+
+
+def test_a_sparse_log_forgets_kinds_without_a_recent_event() -> None:
+    sparse = SparseLog(10.0)
+    for number in range(5 * MAX_KINDS):
+        assert sparse.take(f"kind {number}", float(number)) == 0
+    assert len(sparse._kinds) <= MAX_KINDS
+    assert sparse.take(f"kind {number}", float(number)) is None

@@ -35,6 +35,7 @@ from daskserve.control.scaling.recorded import autoscaling_of
 from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.telemetry.error_log import SparseLog
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
 STARVED_RETRY_S = 0.1
 #: A decision that is not applied within this time is repeated. The store may be unavailable, for example.
 PENDING_S = 5.0
+#: Interval at which the failures of a policy with errors of one class are logged.
+LOG_S = 60.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -101,6 +104,8 @@ class Scaler:
         self._tasks = tasks
         self._entries: dict[BackendTag, _ScaledBackend] = {}
         self._wake = asyncio.Event()
+        #: Limits the log of policies that fail now and then, or each time with another text.
+        self._failures = SparseLog(LOG_S)
         self._fetcher: HTTPFetcher | None = None
         #: Abandoned policy calls that still hang.
         self._abandoned: list[PolicyCall[Any]] = []
@@ -365,7 +370,9 @@ class Scaler:
         )
         decided.note(snapshot.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
-        if step.error is not None and (before is None or before.reason != step.reason):
+        is_new = step.error is not None and (before is None or before.reason != step.reason)
+        kind = type(step.error and (step.error.__cause__ or step.error)).__name__
+        if is_new and self._failures.take(f"{backend.tag} {kind}", decided.at) is not None:
             logger.error(
                 "The autoscaler of %s: %s",
                 backend.display_name,

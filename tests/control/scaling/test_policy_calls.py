@@ -22,6 +22,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.importing import REMEDY
 from daskserve.control.scaling.policy_calls import POLICY_RETRY_S
+from daskserve.control.scaling.scaler import LOG_S
 from daskserve.errors import UserCodeError
 from daskserve.testing import run_virtual, wait_until
 
@@ -206,6 +207,28 @@ def test_what_is_wrong_with_options_and_a_policy_that_fails_is_logged_once(
     assert "downscale_delay_s=5 is less than look_back_period_s=30" in warned.message
     assert failed.message.startswith("The autoscaler of backend 'b': the policy failed")
     assert isinstance(failed.exc_info and failed.exc_info[1], RuntimeError)
+
+
+def test_a_policy_that_fails_each_time_with_another_text_is_logged_once_per_minute(
+    policies: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def flaky(context: AutoscalingContext) -> int:
+        calls.append(1)
+        if len(calls) % 2:
+            raise ConnectionError(f"no answer at call {len(calls)}")
+        return 3
+
+    async def scene(desk: Desk) -> None:
+        policies.flaky = flaky
+        desk.put(f"{policies.__name__}:flaky", metrics_interval_s=1.0, look_back_period_s=1)
+        await desk.clock.sleep(2 * LOG_S - 10)
+
+    with caplog.at_level(logging.ERROR, "daskserve.autoscaling"):
+        run_virtual(attended, scene)
+    assert len(calls) > LOG_S
+    assert len(caplog.records) == 2
 
 
 def test_hanging_policies_take_no_thread_from_others(policies: Any) -> None:
