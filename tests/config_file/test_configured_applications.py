@@ -182,7 +182,9 @@ def test_options_of_an_application_may_be_variables(monkeypatch: pytest.MonkeyPa
         ("  args: {a: 1}\n", BadRequestError, "is already built, so it takes no arguments"),
     ],
 )
-def test_what_does_not_fit_the_code_is_refused(text: str, kind: type[Exception], expected: str) -> None:
+def test_options_that_do_not_fit_the_code_are_refused(
+    text: str, kind: type[Exception], expected: str
+) -> None:
     with pytest.raises(kind) as caught:
         built(text)
     assert expected in str(caught.value)

@@ -292,7 +292,7 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     assert step.wake_at == bench.now + 30  # to say what it waits for
 
 
-def test_what_fits_runs_while_the_rest_waits() -> None:
+def test_replicas_that_fit_start_while_the_rest_waits() -> None:
     bench = Bench([worker(1, threads=2)])
     bench.create(num_replicas=3, actor_options={"num_cpus": 1})
     assert len(bench.step().actions) == 2
@@ -696,7 +696,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         ({"max_body_bytes": 5}, {}, {"max_body_bytes": 5}),
     ],
 )
-def test_what_routers_learn_about_bodies(
+def test_body_rules_are_published_to_routers(
     config: dict[str, Any], metadata: dict[str, Any], published: dict[str, Any]
 ) -> None:
     record = backend(config={**config, "internal_metadata": metadata})

@@ -185,7 +185,7 @@ def test_a_change_fails_once_nothing_has_progressed() -> None:
     )
 
 
-def test_what_an_autoscaler_does_beyond_a_change_is_no_progress_of_it() -> None:
+def test_autoscaling_does_not_count_as_progress_of_a_change() -> None:
     scaled = backend(config={"autoscaling_config": {"max_replicas": 3}}, scaled_to=2)
     more = replica("b#2", S.STARTING)
     change: Change = {more.key: more}

@@ -52,7 +52,7 @@ def test_room_is_what_is_declared_less_what_is_used() -> None:
     assert place(state, [worker(1)], Demand("b", ({"license": 1.0},))) is None
 
 
-def test_what_tasks_hold_is_not_free() -> None:
+def test_resources_that_tasks_hold_are_not_free() -> None:
     gpu = Demand("b", ({"GPU": 1.0},))
     there = worker(resources={"GPU": 2.0}, taken_by_tasks={"GPU": 1.0})
     assert place(State(), [there], gpu) == ("w1",)

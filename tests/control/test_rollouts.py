@@ -213,7 +213,7 @@ def test_a_number_that_an_operator_sets_meanwhile_is_that_of_both_versions_and_s
     assert bench.running() == {"1": 10, "3": 1}, "the new version begins with the number of its options"
 
 
-def test_what_replicas_of_both_versions_report_is_taken_note_of_once() -> None:
+def test_reports_of_replicas_of_both_versions_are_handled_once() -> None:
     bench = RolloutBench()
     tags = {each.version: each.tag for each in bench.state.replicas_of("b")}
     bench.observed.configured.update(dict.fromkeys(tags.values(), "c"))

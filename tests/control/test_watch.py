@@ -354,7 +354,7 @@ async def test_a_draining_replica_keeps_its_grace_if_only_the_connection_to_it_b
 
 
 @staged(workers=3)
-async def test_what_a_retiring_worker_holds_moves_before_it_goes(stage: Stage) -> None:
+async def test_actors_of_a_retiring_worker_move_before_it_ends(stage: Stage) -> None:
     await stage.create(num_replicas=3)
     await stage.endpoint()
     leaving = (await stage.cluster.program.controller()).worker

@@ -175,7 +175,7 @@ def test_a_request_that_times_out_leaves() -> None:
 # ---- results
 
 
-def test_what_may_stand_in_the_place_of_an_output() -> None:
+def test_errors_and_none_may_replace_an_output() -> None:
     broken = ValueError("broken")
 
     def answer(active: list[ActiveRequest]) -> list[Any]:

@@ -201,7 +201,7 @@ def test_the_options_of_the_built_in_routers_have_limits(
         made.initialize_state(**options)
 
 
-def test_what_is_no_router_is_not_loaded() -> None:
+def test_classes_that_are_no_routers_are_refused() -> None:
     for path, message in (
         ("collections:Counter", "is no class with a method choose_replicas"),
         ("json:dumps", "is no class with a method choose_replicas"),

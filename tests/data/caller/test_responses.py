@@ -177,7 +177,7 @@ def test_orjson_is_used_where_it_is_installed(echo: serve.Handle, monkeypatch: p
     assert handle.remote((1, 2)).result(DEADLINE_S) == [1, 2]  # JSON has no tuples
 
 
-def test_what_a_format_cannot_hold_is_refused(echo: serve.Handle) -> None:
+def test_values_that_a_format_cannot_hold_are_refused(echo: serve.Handle) -> None:
     with pytest.raises(BadRequestError, match="cannot be serialized with msgpack"):
         echo.options(request_serialization="msgpack").remote(object())
     with pytest.raises(UserCodeError, match="cannot be serialized with msgpack"):

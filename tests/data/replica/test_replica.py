@@ -1386,7 +1386,7 @@ def test_batches_of_both_kinds_are_counted_by_method() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) -> None:
+def test_requests_that_wait_for_their_batch_are_counted_as_queued(event_loop: str) -> None:
     class Batches:
         @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
         async def double(self, numbers: list[int]) -> list[int]:
