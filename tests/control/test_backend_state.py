@@ -429,7 +429,7 @@ def test_a_change_of_options_alone_reaches_all_replicas_at_once_while_they_serve
     assert kinds(bench.step().actions) == [ReconfigureReplica] * 3
 
 
-def test_a_new_controller_goes_on_with_the_replica_that_is_being_reconfigured() -> None:
+def test_a_new_controller_continues_with_the_replica_that_is_being_reconfigured() -> None:
     """All that it knows of it is in its record."""
     bench = running(num_replicas=3)
     bench.update(user_config=b"new")

@@ -226,7 +226,7 @@ def test_new_replicas_that_start_and_die_again_and_again_fail_an_update(is_lost:
 
 
 @staged()
-async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: Stage) -> None:
+async def test_the_time_of_a_constructor_continues_under_a_new_controller(stage: Stage) -> None:
     stage.start = hang
     creating = deploy(stage, "1", num_replicas=1, start_timeout_s=50.0)
     await stage.clock.sleep(40)
@@ -248,7 +248,7 @@ async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: S
     ],
 )
 @each_case("has_room", [True, False])
-def test_a_new_controller_goes_on_where_the_one_before_was(
+def test_a_new_controller_continues_where_the_one_before_was(
     limits: Mapping[str, Any], age_s: float, left_s: float, has_room: bool
 ) -> None:
     bench = Bench([worker(1)] if has_room else [])

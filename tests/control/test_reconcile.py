@@ -185,7 +185,7 @@ async def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again(sta
 
 
 @staged(workers=4)
-async def test_serving_goes_on_while_the_store_is_out_of_reach(stage: Stage) -> None:
+async def test_serving_continues_while_the_store_is_out_of_reach(stage: Stage) -> None:
     await stage.create(num_replicas=2)
     before = await stage.published("backend/b")
     stage.store.failures = 10**6

@@ -535,7 +535,7 @@ def _endless(replicas: Any, request: Any) -> Any:
         (_endless, "answer", "which is no"),
     ],
 )
-async def test_a_router_that_fails_is_reported_once_and_requests_go_on(
+async def test_a_router_that_fails_is_reported_once_and_requests_continue(
     function: Any, kind: str, text: str, answers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers(function)

@@ -499,7 +499,7 @@ def test_a_selection_is_for_its_own_deployment_and_replica(client: Client, echo:
 # ---- the end
 
 
-def test_a_shut_down_handle_fails_and_others_go_on(client: Client, echo: serve.Handle) -> None:
+def test_a_shut_down_handle_fails_and_others_continue(client: Client, echo: serve.Handle) -> None:
     other = echo.options(method_name="__call__")
     echo.shutdown()
     with pytest.raises(ClosedError, match="was shut down"):

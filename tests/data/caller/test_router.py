@@ -1508,7 +1508,7 @@ async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage
     assert now() == 0
 
 
-async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(stage: Stage) -> None:
+async def test_requests_that_wait_continue_when_their_replica_can_be_reached_again(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.routes.tell("worker-of-r1", Reachability.NONE)
     stage.send(backend)

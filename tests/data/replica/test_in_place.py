@@ -192,7 +192,7 @@ def test_tasks_that_code_cancels_itself_do_not_cancel_its_calls(by_timeout: bool
     run(scenario)
 
 
-def test_code_that_goes_on_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
+def test_code_that_continues_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
     async def stubborn() -> str:
         try:
             await asyncio.sleep(60)

@@ -54,7 +54,7 @@ async def answer(server: HTTPServer) -> bytes:
 
 
 @on_each_transport
-async def test_the_guest_accepts_and_the_host_goes_on_when_it_is_gone() -> None:
+async def test_the_guest_accepts_and_the_host_continues_when_it_is_gone() -> None:
     async with serving(named(b"host")) as host:
         assert await answer(host) == b"host"
         async with guest_of(host) as guest:
