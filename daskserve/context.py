@@ -69,7 +69,7 @@ class DeploymentActorContext:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaID:
-    """The id of a replica. Its ``unique_id`` is the replica's tag, and so is its text."""
+    """The id of a replica. ``unique_id`` and ``str()`` return the replica's tag."""
 
     app_name: str
     deployment: str

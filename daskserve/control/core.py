@@ -63,7 +63,7 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
-#: The published keys that a record of a kind touches besides its own.
+#: For a kind of record, the published key that changes together with the record's own key.
 _TOUCHED: Mapping[str, str] = {"endpoint": "routes", "app": "routes", "proxy": "system", "capacity": LOGGING}
 
 
@@ -302,7 +302,7 @@ class ControllerCore:
     async def _refresh_workers(self) -> None:
         events = -1
         while events != self.observed.worker_events:
-            # An event that arrived during the call may be newer than the answer, which must not undo it.
+            # The answer must not undo an event that arrived during the call, because the event may be newer.
             events = self.observed.worker_events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: self.observed.marked(info) for info in infos}

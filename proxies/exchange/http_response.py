@@ -188,6 +188,8 @@ class HTTPResponse(Response):
         if data is None:
             return None
         self._start = message
+        if self._connection.taken is not None:
+            self._connection.taken.fix()
         self.headers_sent = self.is_complete = True
         self.status = message["status"]
         try:
@@ -238,6 +240,8 @@ class HTTPResponse(Response):
             )
             parts = writer.first(body, more_body, self._server_state.heads.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
+            if self._connection.taken is not None:
+                self._connection.taken.fix()
             self.headers_sent = True
             self.closes = writer.closes
         else:

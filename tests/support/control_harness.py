@@ -1,4 +1,4 @@
-"""Records, specs and worlds for the tests of the control plane."""
+"""Records, specs and cluster states for the tests of the control plane."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec, deployment_tag
 
-#: What a replica occupies unless the test says otherwise.
+#: The resources of a replica, unless the test sets others.
 TENTH: Mapping[str, float] = {"CPU": 0.1}
 
 
@@ -80,7 +80,7 @@ def state_of(*records: Record) -> State:
 
 
 def spec(tag: str = "b", **fields: Any) -> BackendSpec:
-    """Return a spec as the client makes it; ``num_replicas`` and such go into its config."""
+    """Return a spec as the client makes it; options such as ``num_replicas`` go into its config."""
     names = set(BackendSpec.__dataclass_fields__)
     config = {name: value for name, value in fields.items() if name not in names}
     defaults: dict[str, Any] = {
@@ -111,7 +111,8 @@ def app_spec(
     progress_timeout_s: float | None = None,
     **specs: Mapping[str, Any],
 ) -> ApplicationSpec:
-    """Return an application as the client makes it: its deployments with the names of those they need.
+    """Return an application as the client makes it: its deployments, each with the names of those that it
+    needs.
 
     Keyword arguments are the fields of each deployment's `spec`.
     """
@@ -125,7 +126,7 @@ def app_spec(
 
 
 class Bench:
-    """One backend's state machine, with the world in the test's hand."""
+    """One backend's state machine; the test controls the observed state."""
 
     def __init__(self, workers: Iterable[WorkerInfo] = (worker(1), worker(2))) -> None:
         self.state = State()
@@ -138,7 +139,7 @@ class Bench:
         self._incarnation = 0
 
     def verb(self, outcome: Outcome) -> str:
-        """Apply what a verb wants; return its goal."""
+        """Apply the change of a verb; return its goal."""
         self.state.apply(outcome.change)
         assert outcome.goal is not None
         return outcome.goal
@@ -177,7 +178,7 @@ class Bench:
         return self.verb(outcome)
 
     def decide(self, tag: str = "b") -> Step:
-        """Return the next step without taking it."""
+        """Return the next step without applying it."""
         world = StepInputs(
             self.state,
             self.observed,
@@ -194,7 +195,7 @@ class Bench:
         return step(world, backend)
 
     def step(self, tag: str = "b") -> Step:
-        """Take one step: commit its change, as the reconciler does, and return it."""
+        """Apply one step: commit its change, as the reconciler does, and return the step."""
         self.last = self.decide(tag)
         self._incarnation = self.last.incarnation
         self.state.apply(self.last.change)

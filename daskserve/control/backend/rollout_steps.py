@@ -92,7 +92,7 @@ def _duration(inputs: StepInputs, rollout: RolloutState, notes: Notes) -> float:
 
 
 def lost(backend: BackendRecord, wall: float) -> BackendRecord:
-    """Return the record of a backend that has lost its goal, and therefore the records for a rollback."""
+    """Return a backend's record with its rollout completed, because the records for a rollback are lost."""
     rollout = backend.canary
     assert rollout is not None
     return replace(

@@ -1,4 +1,4 @@
-"""Errors of lookups, which mention it if the first deploy of the missing name has failed. Pure."""
+"""Errors of lookups; they say so if the missing name belongs to a first deploy that failed. Pure."""
 
 from __future__ import annotations
 

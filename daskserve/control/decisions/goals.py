@@ -321,7 +321,7 @@ def _restored(
 
 
 def remedy_of_failure(goal: GoalRecord) -> str:
-    """Return a text about the version that still serves after a failure in user code, and the remedy."""
+    """Return a sentence with the version that still serves after a failure in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "It was removed; correct the code, and deploy it again"

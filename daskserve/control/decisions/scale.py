@@ -23,10 +23,9 @@ def scale(
     Parameters
     ----------
     application : str
-        The application of the deployment ``name``; with an empty name, of its ingress. Backends and
+        The application of the deployment ``name``; if ``name`` is empty, its ingress is scaled. Backends and
         deployments outside of applications count as part of the default application, or of one with their own
-        name. If ``application`` is empty, ``name`` is a tag, or the name of an application, which means its
-        ingress.
+        name. If ``application`` is empty, ``name`` is a tag, or an application whose ingress is scaled.
     by : str
         The operator, who may scale any deployment without an autoscaler; empty for an external scaler.
 
@@ -35,7 +34,7 @@ def scale(
     NotFoundError
         There is no such backend or deployment.
     ExternalScalerDisabledError
-        It does not allow external scaling.
+        The backend or deployment does not allow external scaling.
     """
     backend = named_deployment(state, name, application)
     if by and backend.autoscaling is not None and not backend.autoscaling.dry_run:
@@ -55,7 +54,7 @@ def scale(
 
 
 def named_deployment(state: State, name: str, application: str = "") -> BackendRecord:
-    """Return the backend that a name given to `scale` means; raise `NotFoundError` if there is none.
+    """Return the backend that the arguments of `scale` name; raise `NotFoundError` if there is none.
 
     The name of an application alone means its ingress, unless a backend has that name.
     """

@@ -15,7 +15,7 @@ from daskserve.options.fields.secrets import without_secrets
 
 #: Maximum size of a pickle that is read, and maximum number of its values that are compared.
 MAX_BYTES, MAX_VALUES = 1 << 20, 10_000
-#: Maximum number of differences that are listed, and maximum length of each text.
+#: Maximum number of differences that are listed, and maximum length of each one.
 MAX_LISTED, MAX_TEXT = 20, 120
 
 _PLAIN = (str, int, float, bool, bytes, type(None))

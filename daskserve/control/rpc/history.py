@@ -81,7 +81,7 @@ class HistoryVerbs(LockingVerbs):
         after : int, optional
             Those with higher numbers, the oldest first if there are more than ``limit``. None: the newest.
         since_s : float, optional
-            Only those of the last seconds.
+            Only events of the last ``since_s`` seconds.
         wait_s : float
             How long to wait, at most 30 s, if there are none.
         """

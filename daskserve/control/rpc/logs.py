@@ -71,11 +71,11 @@ class LogVerbs(LockingVerbs):
         replica : str, optional
             The tag of a replica, or its part after ``#``.
         since_s : float, optional
-            Only those of the last seconds.
+            Only records of the last ``since_s`` seconds.
         level : str, optional
             The lowest level.
         grep : str, optional
-            A text that the message or the traceback contains.
+            A string that the message or the traceback contains.
         after : str, optional
             The cursor of an earlier answer, for the records after it, oldest first. None: the newest records.
         wait_s : float
@@ -164,7 +164,7 @@ class Gathered:
             turn = 0.0
             for row in each["rows"]:
                 # Sort by the latest time so far: a line of the access log gets its number late, and only the
-                # last numbers of a source may be cut.
+                # last numbers of a source may be dropped.
                 turn = max(turn, row["time"])
                 self._records.append({**row, "worker": worker, "source": source, "turn": turn})
         if answer["dropped"]:
@@ -207,12 +207,12 @@ def _check_time(name: str, value: float | None) -> None:
 
 
 def packed(cursor: Mapping[str, int]) -> str:
-    """Return a cursor as a text for URLs."""
+    """Return a cursor as a string for URLs."""
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(cursor).encode())).decode()
 
 
 def unpacked(text: str) -> dict[str, int]:
-    """Return the cursor in a text; raise `BadRequestError` if the text is invalid."""
+    """Return the cursor that `packed` has turned into a string; raise `BadRequestError` if it is invalid."""
     try:
         reader = zlib.decompressobj()
         data = reader.decompress(base64.urlsafe_b64decode(text.encode()), MAX_CURSOR)

@@ -203,7 +203,7 @@ def _deployment(
     named["max_ongoing_requests"] = backend.config.concurrency()
     config = {each: value for each, value in named.items() if value is not None}
     if "autoscaling_config" in config:
-        # Ray Serve's classes do not accept both numbers; target_num_replicas contains it.
+        # Ray Serve's classes do not accept both numbers; target_num_replicas has this one.
         del config["num_replicas"]
     return {
         "name": name,

@@ -48,7 +48,7 @@ def overview(
     }
     if classic:
         parts[CLASSIC] = {"name": "", "deployments": classic}
-    # Sort the keys, so that equal parts give equal texts.
+    # Sort the keys, so that equal parts give equal strings.
     return {name: json.dumps(part, sort_keys=True, default=str) for name, part in parts.items()}
 
 

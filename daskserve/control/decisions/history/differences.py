@@ -1,4 +1,4 @@
-"""The differences between two versions of a deployment, as texts for people, without secrets. Pure."""
+"""The differences between two versions of a deployment, as strings for people, without secrets. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daskserve.control.records.versions import unmarked
 from daskserve.options.environment import Environment
 from daskserve.options.fields.secrets import without_secrets
 
-#: Longest text of a value.
+#: Maximum length of a shown value.
 MAX_VALUE = 120
 
 

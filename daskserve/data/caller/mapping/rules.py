@@ -70,7 +70,7 @@ class Rules:
     Parameters
     ----------
     retries : int
-        How often a call is repeated that failed with an error of user code.
+        How often a call that failed with an error of user code is repeated.
     errors : str
         What to do with an item that has failed for good.
     """
@@ -106,7 +106,7 @@ def ends_all(error: BaseException) -> bool:
 
 
 def check_collection(verb: str, given: Any, method: str, wanted: str) -> None:
-    """Raise `BadRequestError` unless a Dask collection is given, which has ``method``."""
+    """Raise `BadRequestError` unless the argument is a Dask collection, which has ``method``."""
     if not hasattr(given, method):
         raise BadRequestError(
             f"{verb}() takes {wanted}, not a value of type {type(given).__name__}. For one value, call "

@@ -1,11 +1,11 @@
 """Hedged requests: second attempts of requests that take long.
 
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
-would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
-second replica. The first answer is used, and the other try is cancelled. Only requests that may run twice are
-hedged. A budget limits the number of second attempts, in case all requests of a deployment take long. While
-little of the budget is left, second attempts begin later. Otherwise requests that are only slightly slower
-than most would spend it, and none would be left for slow ones.
+would answer at once. Choice: a request that takes longer than most is also sent to a second replica. The
+first answer is used, and the other try is cancelled. Only requests that may run twice are hedged. A budget
+limits the number of second attempts, in case all requests of a deployment take long. While little of the
+budget is left, second attempts begin later. Otherwise requests that are only slightly slower than most would
+spend it, and none would be left for slow ones.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from daskserve.telemetry.table import MetricSample
 METHODS = frozenset({"GET", "HEAD"})
 #: The number of latencies that are kept, between two computations of the delay, and before the first one.
 KEPT, EVERY, LEAST = 512, 32, 20
-#: The maximum budget, in second attempts, and the budget below which requests wait longer for a second
-#: attempt: up to twice as long when nothing is left.
+#: The maximum budget, in second attempts. Below the second number, requests wait longer for a second attempt:
+#: up to twice as long when nothing is left.
 MAX_SAVED, SCARCE = 10.0, 5.0
 #: Maximum number of late requests that are tried when the budget allows a second attempt.
 MAX_GRANTED = 8
@@ -34,7 +34,8 @@ MAX_GRANTED = 8
 #: Sends a request.
 Attempt: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
 #: Takes a replica for a second attempt; returns the coroutine and a function that releases the replica, or
-#: None if there is no replica. A task that is cancelled before its first step never enters its coroutine.
+#: None if there is no replica. The coroutine cannot release it itself: a task that is cancelled before its
+#: first step never enters its coroutine.
 SecondAttempt: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
@@ -64,7 +65,7 @@ def sent_to(envelope: Envelope) -> str:
 def no_body() -> Receive:
     """Return the ``receive`` of a second attempt: an empty body, then nothing while the client is connected.
 
-    A disconnect would end a streamed response. When the client leaves, the try is cancelled.
+    A disconnect would end a streamed response. When the client leaves, the second attempt is cancelled.
     """
     messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 

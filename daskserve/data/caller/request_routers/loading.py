@@ -37,7 +37,7 @@ def load_router(named: str) -> type[RequestRouter]:
     Raises
     ------
     TypeError
-        It is not a class of a router.
+        The loaded object is not a router class.
     Exception
         Whatever the import or the unpickling of user code raises.
     """

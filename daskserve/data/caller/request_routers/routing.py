@@ -159,7 +159,7 @@ class RequestRouting:
             each.routing_stats = self._stats.get(tag, {})
 
     def show_models(self, models_of: Callable[[str], frozenset[str]]) -> None:
-        """Show the router the multiplexed models of each replica, given a function by tag."""
+        """Set the multiplexed models of each known replica; ``models_of`` takes a replica's tag."""
         for tag, each in self._known.items():
             each.multiplexed_model_ids = models_of(tag)
 

@@ -24,7 +24,7 @@ MAX_REPEATS = 3
 
 
 class Replay:
-    """Relays the body of a request to the replicas that it is sent to in turn; calls have none."""
+    """Relays the body of a request to each replica that gets the request in turn; calls have no body."""
 
     def __init__(self, envelope: Envelope, receive: Receive) -> None:
         self._envelope = envelope
