@@ -121,8 +121,8 @@ class Stream(asyncio.Protocol):
     def leave_for(self, loop: asyncio.AbstractEventLoop) -> tuple[Socket, bytes] | None:
         """Close the stream, and return a socket for another one on ``loop``, and the unread bytes.
 
-        Returns None if the connection cannot move, or need not: it is on that loop already, and uses a
-        transport of the loop, which is the fastest.
+        Returns None if the connection cannot move, or need not move because it already uses a transport of
+        that loop, which is the fastest.
         """
         take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
         is_bound = not self._can_move() or self.writing() or self.closed()
