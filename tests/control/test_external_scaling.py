@@ -1,4 +1,4 @@
-"""Replicas as a scaler outside of the cluster wants them: what is asked for, refused, kept and taken back."""
+"""An external scaler sets the number of replicas: accepted, refused, kept and rolled-back requests."""
 
 from __future__ import annotations
 
