@@ -32,7 +32,7 @@ def second(request: Any) -> list[str]:
 
 
 async def hold(request: Any) -> list[int]:
-    """Block the event loop for as long as asked."""
+    """Block the event loop for the requested time."""
     time.sleep(float(request.query_params.get("s", "0")))
     return [os.getpid()]
 
@@ -50,7 +50,7 @@ def url(client: serve.Client) -> str:
 
 
 def listeners_of(port: int) -> set[int]:
-    """Return the processes that have a listening socket of a port, which several may share."""
+    """Return the processes that have a listening socket of a port; several may share it."""
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
     found = set()
@@ -97,7 +97,7 @@ def test_children_answer_and_pass_on_what_is_not_theirs(client: serve.Client, ur
 
 
 class Load:
-    """Requests in turns by several threads until told to end; half of them keep their connections."""
+    """Requests from several threads until the end of a block; half of the threads keep their connections."""
 
     def __init__(self, url: str, threads: int = 8) -> None:
         self.replies: list[Reply | Exception] = []
@@ -129,7 +129,7 @@ class Load:
 
 
 def counted(client: Client) -> float:
-    """Return how many requests with the status 200 all workers have counted."""
+    """Return the number of requests with status 200 that all workers have counted."""
 
     def count() -> float:
         from daskserve.telemetry.collector import PROCESS

@@ -1,4 +1,4 @@
-"""What a worker tells the children that listen, and which requests they may answer."""
+"""The messages of a worker to children that listen, and the requests that these may answer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_only_proxy_spreads_requests_over_the_replicas_of_all_workers(
 
 
 class Published:
-    """The listener of a process, with values that a test publishes."""
+    """The listener for published values of a process, with values that a test publishes."""
 
     def __init__(self) -> None:
         self.watchers: dict[str, Callable[[Any], None]] = {}
@@ -89,7 +89,7 @@ class Child:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.given: list[tuple[str, list[int]]] = []
         self.is_lost = False
-        #: What the listeners of the child have counted, by port.
+        #: The counts of the child's listeners, by port.
         self.counted: dict[str, Any] = {}
 
     async def call(self, verb: str, **message: Any) -> Any:
@@ -115,7 +115,7 @@ class Opened:
         self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
-        #: What the proxy was told: whether to leave connections to children.
+        #: The notifications of the proxy: whether to leave connections to children.
         self.left: list[bool] = []
         self.port = self.children.open(
             "proxy", b"start", [7], self.left.append, lambda endpoint: ("stream", 10)
