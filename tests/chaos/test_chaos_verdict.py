@@ -122,7 +122,7 @@ def with_gap(since: float, until: float, *kinds: str) -> list[Sample]:
 
 
 def test_a_silence_longer_than_the_faults_allow_is_a_violation() -> None:
-    # More than the second of a kill, and less than a stopped process may cost.
+    # Longer than the second that a kill may cost, and shorter than a stopped process may cost.
     samples = with_gap(10, 13.5, "call", "stream")
     ran = {each.id: [frozenset({9})] for each in samples}
     found = violations(Run(samples, (KILL,), ran, origin=9.0))

@@ -143,7 +143,7 @@ def test_changes_are_reported_as_they_are_notified() -> None:
 
 
 class CountedCalls:
-    """A connection of which only the calls and the callback for lost workers matter."""
+    """A connection with calls and a callback for lost workers; its other parts are not used."""
 
     instance = "daskserve"
 

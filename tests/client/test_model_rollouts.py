@@ -30,7 +30,7 @@ PLAN: dict[str, Any] = {
 
 
 class Fault(Exception):
-    """What a faulty model raises."""
+    """The error that a faulty model raises."""
 
 
 def put(folder: Path, version: str, what: str) -> None:
@@ -89,7 +89,7 @@ class Load:
     async def seen_in(self, seconds: float) -> set[str]:
         self.answers.clear()
         await asyncio.sleep(seconds)
-        # A model that a thread reads takes real time.
+        # A thread reads models in real time, not in virtual time.
         await wait_until(lambda: self.answers, timeout_s=60)
         return set(self.answers)
 

@@ -1,4 +1,4 @@
-"""Dask's values among the arguments of a call arrive as what they stand for."""
+"""Futures and collections of Dask among the arguments of a call arrive as their values."""
 
 from __future__ import annotations
 

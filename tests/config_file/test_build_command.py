@@ -1,4 +1,4 @@
-"""``daskserve build`` and ``daskserve schema``: what they write is read again, and means the same."""
+"""``daskserve build`` and ``daskserve schema``: their output is read again, with the same meaning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command(*arguments: str) -> Result:
 
 
 def facts(spec: ApplicationSpec) -> Any:
-    """Return what tells two versions of an application apart."""
+    """Return the facts that distinguish two versions of an application."""
     return replace(
         spec,
         request_id="",

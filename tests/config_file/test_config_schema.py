@@ -1,4 +1,4 @@
-"""The JSON Schema accepts the files that are read, and refuses what is wrong in one place."""
+"""The JSON Schema accepts the files that daskserve reads, and refuses files with one mistake."""
 
 from __future__ import annotations
 

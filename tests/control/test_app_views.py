@@ -383,5 +383,6 @@ async def test_many_watchers_cost_as_much_as_one(stage: Stage, monkeypatch: pyte
     built.clear()
     *found, _ = await asyncio.gather(*map(watch, range(50)), change())
     assert {each[-1] for each in found} == {99}
-    # Each asks at its own time for what it has not seen at all; then they share one look a pause or a second.
+    # Each client first asks for a full status at its own time; then they share one status per pause or
+    # second.
     assert len(built) < 50 + 1.5 / 0.1 + 5

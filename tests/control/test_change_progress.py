@@ -1,4 +1,4 @@
-"""A change takes as long as it makes progress: what counts, what does not, and what is said of it."""
+"""A change may take as long as it makes progress: what counts as progress, and the messages about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daskserve.control.records.records import Change, GoalState
 from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import load_error
 
-#: What a call without ``timeout_s`` asks for.
+#: The timeouts of a call without ``timeout_s``.
 PATIENT: Mapping[str, Any] = MappingProxyType({"timeout_s": None, "progress_timeout_s": 60.0})
 #: A replica that occupies a worker of the bench and of the stage.
 WHOLE: Mapping[str, Any] = MappingProxyType({"num_cpus": 4})

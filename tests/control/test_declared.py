@@ -31,7 +31,7 @@ from daskserve.options.http import HTTPOptions
 
 
 async def declare(stage: Stage, *applications: Any, merge: bool = False, **message: Any) -> dict[str, Any]:
-    """Declare applications, wait until they run or have failed, and return how far each is."""
+    """Declare applications, wait until they run or have failed, and return the progress of each."""
     options = message.pop("options", {})
     answer = await stage.call(
         "apply_config", config=instance_config(*applications, **options), merge=merge, **message
@@ -346,7 +346,7 @@ async def test_routes_stay_if_one_of_those_that_swap_them_fails(stage: Stage) ->
 
 @staged()
 async def test_a_route_that_is_being_swapped_is_not_given_away(stage: Stage) -> None:
-    """And a controller that takes over completes the swap, for both at once."""
+    """A controller that takes over completes the swap for both applications at once."""
     await stage.run("a", {"a": ()}, route="/x")
     await stage.run("b", {"b": ()}, route="/y")
     stage.start_s = 5.0
@@ -526,7 +526,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     for message, error in (({"name": "none"}, NotFoundError), ({"api_type": "other"}, BadRequestError)):
         with pytest.raises(error):
             await stage.call("details", **message)
-    # Ray Serve's classes refuse a number of replicas beside the options that decide it.
+    # Ray Serve's classes refuse a number of replicas together with options that determine it.
     await declare(stage, config("shop", autoscaling_config={"min_replicas": 1, "max_replicas": 2}))
     deployments = (await stage.call("details"))["details"]["applications"]["shop"]["deployments"]
     assert "num_replicas" not in deployments["d"]["deployment_config"]

@@ -1,4 +1,4 @@
-"""What a revision says of its changes: texts for people, without secrets."""
+"""The description of a revision's changes: texts for people, without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levels of load: what goes stale, and what samples are made of."""
+"""Reported loads: when they are stale, and how samples are computed from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided about the models of a deployment, from what is in its folder and what replicas have."""
+"""Decisions about a deployment's models, given its folder and the models that replicas have loaded."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_replica_is_called_until_its_models_are_as_configured(found: Any, expe
 
 
 def rolling(*versions: str) -> ModelsRecord:
-    """Return a record whose first version is the default one, and the last one rolls out beside it."""
+    """Return a record whose first version is the default, with a rollout of the last version."""
     record = ready(versions[0])
     for number, version in enumerate(versions[1:], 2):
         record = loaded(record, "m", version, is_next=True, rolls_out=True)
@@ -162,7 +162,7 @@ def test_a_rollout_of_a_model_begins_beside_the_default_version() -> None:
 
 
 def test_a_rollout_of_a_model_ends_with_what_happens_to_its_versions() -> None:
-    """What was changed, the plan, and then: the states, the default version, and how the rollout ended."""
+    """The cases have a change and a plan, then the states, the default version and the end of the rollout."""
     before = rolling("1", "2")
     failed = settled(before, {"r": report("1", errors={"m/2": (2, "no")})}, None, rolls_out=True)
     cases: list[tuple[ModelsRecord, RolloutConfig | None, dict[str, str], str, tuple[str, str, str]]] = [

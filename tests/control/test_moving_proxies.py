@@ -79,7 +79,7 @@ async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_th
 
 
 def two_hosts(stage: Stage) -> tuple[WorkerAddress, WorkerAddress]:
-    """Give the only worker another one on another host; return both."""
+    """Add a worker on another host; return both workers."""
     (home,) = [each.address for each in stage.cluster.workers()]
     away = stage.cluster.add_worker(host="10.0.0.2", is_head=False).address
     return home, away

@@ -1,4 +1,4 @@
-"""Plans: what a configuration would change, and at what cost. Pure."""
+"""Plans: the changes that a configuration would make, and their effects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def deployed(*specs: ApplicationSpec) -> State:
 def planned(
     state: State, *specs: ApplicationSpec | str, merges: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Return the plan of some applications; a text is why ``shop`` cannot be built."""
+    """Return the plan of some applications; a string is the reason why ``shop`` cannot be built."""
     built = {"shop" if isinstance(each, str) else each.name: each for each in specs}
     apps = {name: plan.planned(state, name, each) for name, each in built.items()}
     return plan.completed(state, instance_config(*map(config, built), **options), apps, merges=merges)

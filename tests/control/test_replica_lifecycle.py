@@ -17,7 +17,7 @@ from daskserve.control.observed.lifecycle import (
     move,
 )
 
-# Written out once more, from the words of the design: a slip in the table must not pass unseen.
+# The transitions are repeated here, as the design states them, to find mistakes in the table.
 ALLOWED = {
     "SHOULD_START": {"placed": "STARTING", "withdrawn": "STOPPED"},
     "STARTING": {"started": "RUNNING", "failed": "STOPPED", "unwanted": "SHOULD_STOP", "lost": "STOPPED"},

@@ -22,13 +22,13 @@ def observed(*workers: WorkerInfo, **levels: Any) -> Observed:
 
 
 def crowd(count: int, tag: str = "b", on: str = "w1", **fields: Any) -> State:
-    """One backend with all its replicas on one worker."""
+    """One backend, with all replicas on one worker."""
     record = backend(tag, config={"num_replicas": count, **fields})
     return state_of(record, *(replica(f"{tag}#{n}", worker=on) for n in range(count)))
 
 
 def moves(state: State, seen: Observed, avoid: tuple[str, ...] = ()) -> str | None:
-    """Return the replica that moves once the time is over."""
+    """Return the replica that moves once the delay is over."""
     spreader = Rebalancer()
     assert spreader.next_move(state, seen, avoid, 0.0) is None
     found = spreader.next_move(state, seen, avoid, 31.0)

@@ -1,4 +1,4 @@
-"""What a program defines works in a process that does not have the program."""
+"""Objects that a program defines work in a process without the program's module."""
 
 import subprocess
 import sys
@@ -9,7 +9,8 @@ import pytest
 pytestmark = pytest.mark.smoke
 
 PROGRAM = Path(__file__).parent.parent / "support" / "program_by_value.py"
-#: Calls the pickled functions; prints those whose results are others than in the program, and their number.
+#: Calls the pickled functions; prints the functions whose results differ from the program's, and their
+#: number.
 RECEIVER = """
 import pickle, sys, traceback
 

@@ -1,4 +1,4 @@
-"""Internals of a library that are missing raise one error that says what to install."""
+"""If internals of a library are missing, one error says what to install."""
 
 from __future__ import annotations
 

@@ -112,13 +112,13 @@ class OnlyHere:
 
 
 OnlyHere.__module__ = "__main__"
-#: What to write instead, in part.
+#: A part of the remedy.
 OPEN, DEFAULT = "in the __init__ of the class", '"module:name"'
 
 
 @pytest.fixture
 def unpicklable() -> Iterator[dict[str, tuple[Any, str, str]]]:
-    """Values, the way to what cannot be pickled in them, and a part of the remedy."""
+    """Values, the path to their object that cannot be pickled, and a part of the remedy."""
     with socket.socket() as source, open(os.devnull, "r+") as file, Client() as client:
         yield unpicklable_values(source, file, client)
 

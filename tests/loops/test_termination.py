@@ -1,4 +1,4 @@
-"""SIGTERM: what was given is begun first, and then what was there before ends the process."""
+"""SIGTERM: the registered shutdowns begin first, then the previous handler ends the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.loops.termination import Termination, begin_on, on_sigterm
 
 @pytest.fixture
 def ended() -> Iterator[list[int]]:
-    """Yield the signals that ended this process, which is only a record here."""
+    """Yield the recorded signals that would have ended this process."""
     found: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
     try:
@@ -31,7 +31,7 @@ def sigterm() -> None:
 
 
 class Begun:
-    """Records what was begun, and ends it when a test says so."""
+    """Records the shutdowns that have begun; a test completes them."""
 
     def __init__(self) -> None:
         self.dones: list[Callable[[], None]] = []
@@ -101,7 +101,7 @@ def test_a_handler_that_was_put_in_front_is_kept_and_calls_on(ended: list[int], 
 
 
 def test_no_signal_is_sent_if_another_handler_was_installed(ended: list[int]) -> None:
-    """Dask puts the default back when its program ends; a signal would then change the exit status."""
+    """Dask restores the default handler when its program ends; a signal would then change the exit status."""
     begun = Begun()
     on_sigterm(begun)
     sigterm()

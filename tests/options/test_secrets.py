@@ -1,4 +1,4 @@
-"""Secrets in options: references, where they are read, and what is shown of them."""
+"""Secrets in options: references, where they are read, and how they are shown."""
 
 from __future__ import annotations
 

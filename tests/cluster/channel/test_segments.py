@@ -1,4 +1,4 @@
-"""Segments within one process, which opens its own as another process would."""
+"""Segments within one process, which opens its own segments as another process would."""
 
 from __future__ import annotations
 

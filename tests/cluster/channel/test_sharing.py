@@ -136,7 +136,7 @@ async def test_the_memory_is_written_again_once_the_reader_drops_it() -> None:
             if number == 2:
                 held.append(large)
             del large, found
-            # Its answer has the note that the segment was opened.
+            # The answer also notes that the segment was opened.
             there.transport.post("answer")
             await here.take()
         assert len(set(inodes)) == 2, "one more, while the reader holds the first"

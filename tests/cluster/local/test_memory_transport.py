@@ -18,7 +18,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class End:
-    """One end, with what has arrived and what was refused."""
+    """One end, with the received and the refused frames."""
 
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport

@@ -30,7 +30,7 @@ OWNED = {"owner": None, "owns_cluster": False, "grace_s": 0.0, "payload": b""}
 
 
 class NextScheduler:
-    """A scheduler that has just started, and what a supervisor does there."""
+    """A scheduler that has just started, and the actions of its supervisor."""
 
     def __init__(self, *workers: str) -> None:
         self.workers = dict.fromkeys(workers)

@@ -1,4 +1,4 @@
-"""Hedged requests: which get a second attempt, when, how often, and who answers."""
+"""Hedged requests: which requests get a second attempt, when, how often, and which attempt answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_BODY = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET"}, has_bod
 
 
 class Answers:
-    """A stage whose replicas answer after the time that a test says, and what their callers got."""
+    """A stage whose replicas answer after a time that the test sets, and the answers to their callers."""
 
     def __init__(self, took_s: Callable[[str], float], **more: Any) -> None:
         self.stage = Stage()
@@ -36,7 +36,7 @@ class Answers:
         return Load()
 
     async def send(self, envelope: Envelope = IDEMPOTENT) -> float:
-        """Send a copy of a request; return how long it took."""
+        """Send a copy of a request; return its duration."""
 
         def keep(message: Message) -> Awaitable[None]:
             self.got.append(message["payload"])
@@ -153,7 +153,7 @@ async def test_requests_that_must_not_run_twice_do_not(envelope: Envelope) -> No
 
 
 async def warm(answers: Answers) -> None:
-    """Let a stage learn the latency, and save up second attempts."""
+    """Let a stage measure the latency, and save a budget of second attempts."""
     for _ in range(3 * LEAST):
         await answers.send(NO_BODY)
     answers.got.clear()

@@ -134,7 +134,7 @@ def test_lost_items_are_called_again_and_suspects_one_at_a_time() -> None:
         calls[number].end(lost)
         window.advance(1.0)
     assert taken(window) == [0]
-    # Item 1 goes behind the other suspects.
+    # Item 1 is queued behind the other suspects.
     assert set(calls.indices()[7:]) == {1, 2}
 
 

@@ -1,4 +1,4 @@
-"""Where requests go that name a model, in virtual time."""
+"""The replicas of requests that name a model, in virtual time."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
 
 
 class ToldCluster:
-    """Records the replicas that the controller was told of."""
+    """Records the replicas that were reported to the controller."""
 
     is_ended = False
 
@@ -268,7 +268,7 @@ class Load300:
         self.requests = self.hits = 0
 
     def best(self) -> float:
-        """Return the hit rate of the best placement of whole models, which knows what is to come."""
+        """Return the hit rate of the best placement of whole models, given all requests in advance."""
         places = len(self.backend.caches) * self.backend.capacity
         return sum(self.weights[:places]) / sum(self.weights)
 

@@ -46,7 +46,7 @@ class UnpicklableError(Exception):
 
 
 class Echo:
-    """Answers, waits and fails as asked; notes what happened."""
+    """Answers, waits and fails as requested, and records its calls."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -387,7 +387,7 @@ def test_a_broadcast_reaches_every_replica_even_a_full_one(client: Client) -> No
 
 
 def test_a_broadcast_that_was_not_sent_raises_why() -> None:
-    """That may be a timeout, too, and is not one of the answers."""
+    """The reason may be a timeout, too, but it is not an answer of a replica."""
     future: PendingCall[Any] = PendingCall()
     error = RequestTimeoutError("The controller sent no update.")
     connection: Any = SimpleNamespace(runs_here=lambda: future.set_error(error))  # asked before the wait
@@ -555,7 +555,7 @@ def test_a_call_that_waits_for_a_deploy_fails_with_it(client: Client) -> None:
 
 
 class Took:
-    """A call that ends two seconds after somebody waits for it."""
+    """A call that ends two seconds after a reader begins to wait for it."""
 
     leaves_value = False
 

@@ -1,4 +1,4 @@
-"""User code in the task of its request: it must look from outside as if it had one of its own."""
+"""User code in the task of its request must behave as if it had a separate task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 
 
 class Entered:
-    """Code that was entered in the present task, to be awaited there."""
+    """Code that was entered in the current task, to be awaited there."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -51,7 +51,7 @@ class Entered:
 
 
 class Desk:
-    """A wall, and what its runs did."""
+    """A fake executor that records its runs."""
 
     def __init__(self) -> None:
         self.executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), event_loop="worker")

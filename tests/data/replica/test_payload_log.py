@@ -1,4 +1,4 @@
-"""Bodies of requests and answers in a sink: what is written, and what a bad sink does to requests."""
+"""Bodies of requests and responses in a sink: the written events, and the effects of a failing sink."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_value_that_is_too_large_or_odd_is_no_failure() -> None:
 
 
 class Sink:
-    """A sink that fails, or hangs, for as long as the test wants."""
+    """A sink that fails or hangs until the test lets it work."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""What user code learns of its replica, and what it tells of it: context, ranks, metadata, statistics."""
+"""Facts about a replica that user code reads or reports: context, ranks, metadata, statistics."""
 
 from __future__ import annotations
 

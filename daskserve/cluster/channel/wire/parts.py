@@ -20,7 +20,8 @@ HEAD = struct.Struct("<4sI")
 SIZE = struct.Struct("<Q")
 #: Parts of at least this size are read into memory of their own.
 LARGE_BYTES = 32 * 1024
-#: Maximum number of parts; their sizes, or any part that is not large, fit into half of the buffer.
+#: Maximum number of parts. The list of their sizes, and any part that is not large, fits into half of the
+#: buffer.
 MAX_PARTS = 16 * 1024 - 1
 BUFFER_BYTES = 256 * 1024
 #: Parts of at least this size are mapped, and take memory only as their bytes arrive. Below this size, glibc
