@@ -30,7 +30,7 @@ PLAN: dict[str, Any] = {
 
 
 class Fault(Exception):
-    """What a faulty model raises."""
+    """The error that a faulty model raises."""
 
 
 def put(folder: Path, version: str, what: str) -> None:
@@ -89,7 +89,7 @@ class Load:
     async def seen_in(self, seconds: float) -> set[str]:
         self.answers.clear()
         await asyncio.sleep(seconds)
-        # A model that a thread reads takes real time.
+        # A thread reads models in real time, not in virtual time.
         await wait_until(lambda: self.answers, timeout_s=60)
         return set(self.answers)
 
@@ -215,7 +215,7 @@ def test_the_rollout_of_a_model_is_steered_and_replaced(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_models_rollout_cannot_do_is_refused(plan: dict[str, Any], wrong: str) -> None:
+def test_unsupported_options_of_a_models_rollout_are_refused(plan: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         serve.deployment(Plain).options(model_repository={"url": "/m", "rollout": plan})
 

@@ -1,4 +1,4 @@
-"""Following the files of a project: which are watched, what their changes are, and what they replace."""
+"""Following the files of a project: which files are watched, and which deployments a change replaces."""
 
 from __future__ import annotations
 

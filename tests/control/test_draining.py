@@ -1,4 +1,4 @@
-"""The end of an instance lets requests complete, the callers first, and keeps the records."""
+"""When an instance ends, requests complete, callers stop first, and the records stay."""
 
 from __future__ import annotations
 

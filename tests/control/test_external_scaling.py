@@ -1,4 +1,4 @@
-"""An external scaler sets numbers of replicas: what is accepted, refused, kept and rolled back."""
+"""An external scaler sets the number of replicas: accepted, refused, kept and rolled-back requests."""
 
 from __future__ import annotations
 

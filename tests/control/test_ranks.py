@@ -1,4 +1,4 @@
-"""Ranks: different while replicas come and go, the same while a replica lives, without gaps at rest."""
+"""Ranks: always unique, the same for a replica's life, and without gaps once changes are complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks(bench: Bench) -> list[int]:
 
 
 def take(bench: Bench) -> None:
-    """Let every replica answer as a real one does: with the rank it was given."""
+    """Let every replica answer like a real one, with its assigned rank."""
     for action in bench.step().actions:
         tag = action.replica.tag
         if isinstance(action, StartReplica | ReconfigureReplica):
@@ -175,7 +175,7 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
 
 
 def test_two_records_of_one_rank_are_distinguished() -> None:
-    """Records of an older version have no ranks, and a broken store may hold anything."""
+    """Records of an older version have no ranks, and a damaged store may contain anything."""
     base = ReplicaRecord("b#1", "b", "v", "c", S.RUNNING, {}, "w1", 1)
     records = [base, ReplicaRecord("b#2", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0))]
     records.append(ReplicaRecord("b#3", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0)))

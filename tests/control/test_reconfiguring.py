@@ -1,4 +1,4 @@
-"""The ids of configs: what differs between two of them, and whether they are one."""
+"""The ids of configs: the differences between two of them, and whether they mean the same config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_id_says_whether_user_code_has_to_be_called() -> None:
 
 
 def test_ids_of_earlier_releases_are_recognized() -> None:
-    """They have no part of their own for the user's config."""
+    """They have no separate part for the user's config."""
     old = identity(b"a").partition("-")[0]
     assert is_same(old, identity(b"a"))
     assert is_same(identity(b"a"), old)

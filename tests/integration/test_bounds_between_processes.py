@@ -104,7 +104,7 @@ def gauges(dask_worker: Any) -> dict[str, int]:
 
 
 def disconnect_at_random(url: str, paths: list[str], rng: random.Random) -> None:
-    """Send requests on separate connections and close these at random moments, half of them with a reset."""
+    """Send requests on separate connections. Close these at random moments, half of them with a reset."""
     parts = urlsplit(url)
     open_until: list[tuple[float, socket.socket]] = []
     for number in range(REQUESTS):

@@ -1,4 +1,4 @@
-"""The failure table on real processes: what callers see when processes die, hang or leave."""
+"""The table of failures, on real processes: the results for callers when processes die, hang or leave."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Client]:
 
 @pytest.fixture
 def dask(cluster: Client) -> Client:
-    """Return a cluster of four workers, whatever the tests before have done to them."""
+    """Return a cluster of four workers, whatever earlier tests have done to it."""
     restore(cluster)
     return cluster
 
@@ -110,7 +110,7 @@ class Holds:
 
 @pytest.mark.nightly
 def test_a_draining_replica_ends_although_its_controller_died(tmp_path: Path) -> None:
-    """It finishes its requests in flight, and then nothing of it is left in its worker."""
+    """It finishes its requests in flight, and then leaves nothing in its worker."""
 
     def threads() -> dict[str, list[str]]:
         def look() -> list[str]:

@@ -1,4 +1,4 @@
-"""Traces and metrics of a real cluster: what a collector gets, and one that hangs or is away meanwhile."""
+"""Traces and metrics of a real cluster, with a collector that works, hangs or is unreachable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
-        #: By the process and the name.
+        #: The totals, by process and name.
         self.totals: dict[tuple[str, str], float] = {}
         self.may_answer = threading.Event()
         self.may_answer.set()

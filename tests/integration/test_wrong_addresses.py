@@ -47,13 +47,13 @@ def test_a_silent_server_is_unreachable() -> None:
 
 
 def test_an_http_server_is_unreachable(client: serve.Client, url: str) -> None:
-    """Such as the port of the dashboard, or of daskserve itself, by mistake."""
+    """For example, the port of the dashboard or of daskserve itself, given by mistake."""
     assert_unreachable(url.replace("http", "tcp"))
     assert_unreachable(url)
 
 
 def test_a_worker_address_is_refused(external: ExternalCluster) -> None:
-    """A worker is a Dask server, but no scheduler."""
+    """A worker is a Dask server, but not a scheduler."""
     assert_unreachable(next(iter(external.client.scheduler_info(n_workers=-1)["workers"])))
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server with engines and clients that do what they should not, without an instance."""
+"""The OpenAI-compatible server with faulty engines and clients, without an instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 class Yields:
-    """An engine that yields what it is given."""
+    """An engine that yields given items."""
 
     def __init__(self, *outputs: Any) -> None:
         self.outputs = outputs
@@ -90,7 +90,7 @@ def test_the_name_of_a_model_may_be_anything() -> None:
 
 
 class Embeds:
-    """An engine that makes one vector of what it is given."""
+    """An engine that returns one vector of given values."""
 
     def __init__(self, *vector: float, delay_s: float = 0) -> None:
         self.vector = vector

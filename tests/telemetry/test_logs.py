@@ -283,7 +283,7 @@ def test_memory_is_bounded_by_number_and_by_size() -> None:
     assert not len(ring)
 
 
-def test_what_is_kept_is_text_whatever_is_logged() -> None:
+def test_kept_records_are_text_for_any_logged_value() -> None:
     class Rude:
         def __str__(self) -> str:
             raise RuntimeError("no text")

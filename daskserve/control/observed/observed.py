@@ -225,7 +225,7 @@ class Observed:
     terminating: set[ReplicaTag] = field(default_factory=set)
     #: Workers that the scheduler lists, but whose processes do not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
-    #: By worker: the workers that it does not reach directly, each with the route that it uses.
+    #: For each worker: the workers that it does not reach directly, with the route to each.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     #: The log files of the actors of each worker, by the actor's name without the instance's name.
     log_files: dict[WorkerAddress, Mapping[str, str]] = field(default_factory=dict)

@@ -39,7 +39,7 @@ STEP_S = 0.1
 
 
 class Model:
-    """Counts up to the first argument of each call. Notes its steps, and who was prepared and released."""
+    """Counts up to the first argument of each call. Records steps, and prepared and released requests."""
 
     def __init__(self) -> None:
         self.steps: list[list[Any]] = []
@@ -175,7 +175,7 @@ def test_a_request_that_times_out_leaves() -> None:
 # ---- results
 
 
-def test_what_may_stand_in_the_place_of_an_output() -> None:
+def test_errors_and_none_may_replace_an_output() -> None:
     broken = ValueError("broken")
 
     def answer(active: list[ActiveRequest]) -> list[Any]:
@@ -427,7 +427,7 @@ def test_calls_wait_for_slots_up_to_a_limit() -> None:
         found = await outcomes(*(model.count(2) for _ in range(3)))
         assert found[:2] == [[0, 1]] * 2
         assert isinstance(found[2], BackPressureError)
-        # A call of a higher priority takes the place of the newest one that waits.
+        # A call of a higher priority replaces the newest waiting call.
         found = await outcomes(model.count(2), model.count(2), model.count(2, level=1))
         assert sorted(str(type(each).__name__) for each in found) == ["BackPressureError", "list", "list"]
         assert found[2] == [0, 1]
@@ -480,7 +480,8 @@ def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
         assert found == [list(range(n)) for n in (8, 7, 3, 2)]
         assert model.steps[0] == [8, 7]  # with a third one, the next step would not fit
         assert model.prefilled[0] == [(8, 0), (7, 0)]
-        # 8 and 7 need 13 and 12 in the end, so 7 is preempted, and goes on after its outputs; later so is 3.
+        # 8 and 7 would need 13 and 12 in the end, so 7 is preempted, and continues after its outputs. Later,
+        # 3 is preempted, too.
         assert (7, 5) in itertools.chain(*model.prefilled)
         assert model.count.stats().preemptions == 2
         assert model.held == {}
@@ -495,7 +496,7 @@ def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
 
 
 @each_case("where", ["step", "result", "prefill", "state"])
-def test_a_request_that_finds_no_memory_waits_and_goes_on_later(where: str) -> None:
+def test_a_request_that_finds_no_memory_waits_and_continues_later(where: str) -> None:
     async def scenario(model: Model) -> None:
         most = 2
 
@@ -578,12 +579,12 @@ def test_a_caller_that_does_not_read_is_left_out_until_it_does() -> None:
 
 
 class Driven(Engine):
-    """An engine whose steps the test makes, as if it were the thread."""
+    """An engine whose steps the test makes, in place of the thread."""
 
     def _wake(self) -> None: ...
 
     def step(self) -> list[ActiveRequest]:
-        """Make the next step, with an output for each request that takes part; return these."""
+        """Make the next step, with an output for each request in it; return these requests."""
         call = self.rounds.next_call()
         if call is None:
             return []
@@ -607,7 +608,7 @@ async def test_an_answer_that_computes_while_it_is_read_holds_up_no_requests() -
 
 def test_a_request_that_resumes_while_a_thread_chooses_the_step_is_not_lost() -> None:
     class Slow(list[ActiveRequest]):
-        """A list during whose reading the loop lets a request go on."""
+        """A list that resumes a request on the loop while it is read."""
 
         def __iter__(self) -> Iterator[ActiveRequest]:
             yield from super().__iter__()
@@ -634,7 +635,7 @@ def test_a_request_that_resumes_while_a_thread_chooses_the_step_is_not_lost() ->
     run_virtual(main)
 
 
-def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> None:
+def test_a_request_that_is_paused_after_its_caller_has_read_all_continues() -> None:
     async def main() -> None:
         engine, request = driven(), ActiveRequest()
         outputs = stream(lambda: (engine, request))
@@ -649,7 +650,7 @@ def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> Non
     run_virtual(main)
 
 
-def test_a_call_can_go_on_where_another_one_has_ended() -> None:
+def test_a_call_can_continue_where_another_one_has_ended() -> None:
     async def scenario(model: Model) -> None:
         assert await collect(model.count(5, resume_from=[0, 1, 2])) == [3, 4]
         assert model.prefilled == [[(5, 3)]]

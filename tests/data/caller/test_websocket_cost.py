@@ -1,4 +1,4 @@
-"""When the messages of WebSockets are less work than a hop."""
+"""When the messages of WebSockets cost less than a hop."""
 
 from __future__ import annotations
 

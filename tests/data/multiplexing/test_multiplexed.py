@@ -1,4 +1,4 @@
-"""The decorator `multiplexed`: loads, unloads, and what may go wrong with them."""
+"""The decorator `multiplexed`: loads, unloads, and their failures."""
 
 from __future__ import annotations
 
@@ -454,7 +454,7 @@ def test_a_model_in_use_is_unloaded_once_no_request_uses_it() -> None:
 
 @pytest.mark.parametrize("limit", [2, 1])
 def test_user_code_loads_and_unloads_in_its_replica_whoever_makes_room(limit: int) -> None:
-    """A request that is cancelled ends on the event loop of its worker, outside of the replica's context."""
+    """A cancelled request ends on the event loop of its worker, outside of the replica's context."""
     models, seen = Models(max_num_models_per_replica=limit), []
 
     def make(model_id: str) -> Any:
