@@ -83,7 +83,7 @@ def test_code_that_is_stuck_is_shown() -> None:
         assert functions(found, "tasks") == {"wait", "_waits_inside"}
         blocked = asyncio.ensure_future(call(replica, "block", 0.3))
         found = await stacks_with(replica, "threads", "block")
-        assert next(each["kind"] for each in found["threads"] if each["runs_code"]) == "event loop"
+        assert [each["kind"] for each in found["threads"] if each["runs_code"]] == ["event loop"]
         await blocked
         for each in running:
             each.cancel()
