@@ -260,8 +260,16 @@ def tracing_of(shared: Mapping[str, Any]) -> Tracing | None:
     return shared.get(KEY)
 
 
-def disable(shared: Mapping[str, Any]) -> None:
-    """End the tracing of an instance in this process; idempotent."""
+def disable(shared: Mapping[str, Any], timeout_s: float = 0.0) -> None:
+    """End the tracing of an instance in this process; idempotent.
+
+    Parameters
+    ----------
+    timeout_s : float
+        How long to wait for the export of the remaining spans.
+    """
     tracing = tracing_of(shared)
     if tracing is not None:
         tracing.close()
+        if timeout_s:
+            tracing.join(timeout_s)
