@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from control_harness import backend, endpoint, goal, replica, state_of
+from held import held_items
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -162,6 +163,11 @@ class Indexes(RuleBasedStateMachine):
         used = {each.code_key for each in self._kind("backend")}
         unused = [each.size_bytes for each in self._kind("code") if each.name not in used]
         assert self.state.codes.unused_bytes == sum(unused)
+
+    def teardown(self) -> None:
+        """Without records, nothing is held."""
+        self.state.apply(dict.fromkeys(self.records))
+        assert held_items(self.state) == held_items(State())
 
 
 TestIndexes = Indexes.TestCase
