@@ -1,26 +1,33 @@
-"""Counts what objects hold, to find what they do not forget."""
+"""Shows what objects hold, to find what they do not forget."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection
 from typing import Any
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
-def held_items(root: Any) -> int:
-    """Return the number of items in all containers that an object of daskserve holds, directly or not."""
-    count, seen, left = 0, set[int](), [root]
+def held(root: Any, apart_from: Collection[str] = ()) -> Counter[str]:
+    """Return the numbers of items in the containers that an object of daskserve holds, directly or not.
+
+    The keys are the attributes that lead to a container; ``apart_from`` names attributes not to follow.
+    """
+    found, seen, left = Counter[str](), set[int](), [("", root)]
     while left:
-        each = left.pop()
+        path, each = left.pop()
         if id(each) in seen or isinstance(each, (type, str, bytes)):
             continue
         seen.add(id(each))
         if isinstance(each, CONTAINERS):
-            count += len(each)
-            left += [*each, *each.values()] if isinstance(each, dict) else each
+            found[path] += len(each)
+            items = [*each, *each.values()] if isinstance(each, dict) else each
+            left += [(f"{path}[]", item) for item in items]
         if type(each).__module__.startswith("daskserve."):
-            names = (name for cls in type(each).__mro__ for name in getattr(cls, "__slots__", ()))
-            left += [getattr(each, name, None) for name in names]
-            left += vars(each).values() if hasattr(each, "__dict__") else ()
-    return count
+            names = [name for cls in type(each).__mro__ for name in getattr(cls, "__slots__", ())]
+            names += getattr(each, "__dict__", {})
+            left += [
+                (f"{path}.{name}", getattr(each, name, None)) for name in names if name not in apart_from
+            ]
+    return +found
