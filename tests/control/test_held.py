@@ -13,8 +13,9 @@ from daskserve.common.types import Location
 from daskserve.errors import ReplicaStartError
 from daskserve.options.http import HTTPOptions
 
-#: What has an end of its own: the history, the records of calls, and the cluster with its event loop.
-BOUNDED = {"events", "revisions", "goals", "cluster", "_cluster", "_world"}
+#: What has a bound of its own, and the process with its connections.
+BOUNDED = {"events", "revisions", "goals"}
+PROCESS = {"cluster", "_cluster", "_channels", "channels", "_registry", "_world", "connection"}
 
 
 async def fail(_: Any) -> None:
@@ -39,6 +40,7 @@ async def come_and_go(stage: Stage, number: int) -> Counter[str]:
     ill.health = lambda: {"is_healthy": False, "detail": "its probe failed"}  # type: ignore[attr-defined]
     await stage.until(lambda: ill.tag not in stage.running)
     await stage.update(num_replicas=8)
+    await stage.clock.sleep(3)
     stage.cluster.suspend_worker(joined)
     await stage.clock.sleep(30)
     stage.cluster.remove_worker(joined)
@@ -49,7 +51,7 @@ async def come_and_go(stage: Stage, number: int) -> Counter[str]:
         await stage.delete(tag)
     await stage.clock.sleep(100)
     controller = stage.cluster.actor(await stage.cluster.program.controller())
-    return held(controller, BOUNDED)
+    return held(controller, BOUNDED | PROCESS)
 
 
 @staged(workers=4, http=HTTPOptions(location=Location.HEAD_ONLY))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection
+from types import MethodType
 from typing import Any
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -14,9 +15,9 @@ def held(root: Any, apart_from: Collection[str] = ()) -> Counter[str]:
 
     The keys are the attributes that lead to a container; ``apart_from`` names attributes not to follow.
     """
-    found, seen, left = Counter[str](), set[int](), [("", root)]
+    found, seen, left = Counter[str](), set[int](), deque([("", root)])
     while left:
-        path, each = left.pop()
+        path, each = left.popleft()
         if id(each) in seen or isinstance(each, (type, str, bytes)):
             continue
         seen.add(id(each))
@@ -24,6 +25,8 @@ def held(root: Any, apart_from: Collection[str] = ()) -> Counter[str]:
             found[path] += len(each)
             items = [*each, *each.values()] if isinstance(each, dict) else each
             left += [(f"{path}[]", item) for item in items]
+        if isinstance(each, MethodType):
+            left.append((path, each.__self__))
         if type(each).__module__.startswith("daskserve."):
             names = [name for cls in type(each).__mro__ for name in getattr(cls, "__slots__", ())]
             names += getattr(each, "__dict__", {})
