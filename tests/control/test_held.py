@@ -45,6 +45,10 @@ async def come_and_go(stage: Stage, number: int) -> Counter[str]:
     await stage.clock.sleep(30)
     stage.cluster.remove_worker(joined)
     await stage.clock.sleep(30)
+    for each in stage.running_of("scaled"):
+        models = {"multiplexed": {"models": {"m": "loaded"}, "count": 1, "capacity": 3}}
+        each.health = lambda models=models: models  # type: ignore[attr-defined]
+    await stage.clock.sleep(3)
     await stage.change("delete_application", name="shop")
     await stage.call("delete_endpoint", name="e")
     for tag in ("b", "scaled"):

@@ -82,6 +82,8 @@ async def test_a_replica_that_loads_models_is_looked_at_until_it_has_them(stage:
     assert len(looks) == 3
     assert looks[-1] - looks[0] <= 3 * FOLLOW_S < PERIOD_S / 2
     assert (await stage.published("models/b"))[replica.tag]["loaded"] == ("m",)
+    await stage.delete("b")
+    assert await stage.published("models/b") is None, "nothing else has changed since then"
 
 
 @staged()
