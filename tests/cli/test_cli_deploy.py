@@ -177,7 +177,7 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert len(after) == 1
     assert after.isdisjoint(before)
     assert "Applications: 2 unchanged." in call("diff", "serve.yaml").output
-    call("delete", "mail")
+    assert call("delete", "mail").output == "mail: deleted\n"
     assert list(client.status().applications) == ["shop"]
     assert "'mail' does not exist; there are: shop." in call("delete", "mail", code=1).stderr
     assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"

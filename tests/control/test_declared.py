@@ -460,6 +460,12 @@ async def test_a_rollback_gives_back_what_was_declared_and_nothing_undoes_it(sta
     assert (await declare(stage))["deleted"] == ["shop"]
 
 
+def goal_of_app(stage: Stage) -> str | None:
+    app = stage.store.records()["app/shop"]
+    assert isinstance(app, AppRecord)
+    return app.goal
+
+
 @staged()
 async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_changes_nothing(
     stage: Stage,
@@ -471,13 +477,16 @@ async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_cha
         await stage.call("restart", application="shop", request_id="once"),
     ]
     assert answers[0] == answers[1]
+    assert goal_of_app(stage) == answers[0]["goal"]
     await stage.calls.complete(answers[0])
     assert len(stage.running) == 2
     assert before.isdisjoint(stage.running)
     after = set(stage.running)
     await declare(stage, config("shop", num_replicas=2))
     assert set(stage.running) == after
-    await stage.calls.complete(await stage.call("restart", application="shop", deployment="d"))
+    answer = await stage.call("restart", application="shop", deployment="d")
+    assert goal_of_app(stage) is None
+    await stage.calls.complete(answer)
     assert after.isdisjoint(stage.running)
     stage.start = boom("no")
     kept = set(stage.running)

@@ -147,6 +147,12 @@ async def test_a_deployment_that_is_not_in_the_application_is_not_found(
         await stage.call("scale", application=application, name=name, number=2)
 
 
+@staged()
+async def test_scaling_without_any_application_says_that_there_is_none(stage: Stage) -> None:
+    with pytest.raises(NotFoundError, match="no application 'shop'; the applications are: none"):
+        await stage.call("scale", application="shop", name="", number=2)
+
+
 @staged(workers=4)
 async def test_a_redeploy_keeps_the_number_unless_it_sets_another_one(stage: Stage) -> None:
     options: dict[str, Any] = {"num_replicas": 2, **OPEN}

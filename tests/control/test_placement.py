@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import WorkerInfo
+from daskserve.control.observed.observed import Notes, Observed
 from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import (
@@ -59,6 +60,15 @@ def test_resources_that_tasks_hold_are_not_free() -> None:
     state = state_of(replica("b#1", demand={"GPU": 1.0}))
     assert place(state, [there], gpu) is None
     assert "GPU 1 (most free on one worker: 0)" in explain(state, [there], gpu)
+
+
+def test_a_report_of_what_tasks_hold_is_noted_for_each_worker() -> None:
+    observed = Observed()
+    observed.workers = {each.address: each for each in (worker(1), worker(2))}
+    observed.notes["waits"] = Notes(waiting="no room")
+    observed.notes["runs"] = Notes()
+    assert observed.note_taken({"w1": {"GPU": 1.0}, "w2": {"GPU": 2.0}, "gone": {}}) == ["waits"]
+    assert [each.taken_by_tasks for each in observed.workers.values()] == [{"GPU": 1.0}, {"GPU": 2.0}]
 
 
 def test_waiting_replicas_claim_what_tasks_hold() -> None:

@@ -322,6 +322,12 @@ def test_notes_of_any_kind_do_no_harm() -> None:
         assert type(crossed(error)) is ValueError
 
 
+def test_a_traceback_among_the_values_of_an_error_is_left_out() -> None:
+    error: Any = raised(ApiError("a", response=None))
+    error.where = [error.__traceback__, "kept"]
+    assert crossed(error).where == [None, "kept"]  # type: ignore[attr-defined]
+
+
 RAN: list[str] = []
 
 

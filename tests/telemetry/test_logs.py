@@ -281,6 +281,9 @@ def test_memory_is_bounded_by_number_and_by_size() -> None:
     assert [each["message"] for each in ring.rows()] == ["failed"]
     ring.add_traceback(failed, "t" * 20_000)
     assert not len(ring)
+    for number in range(5):
+        ring.add(record("%s", number), REPLICA)
+    assert len(ring) == 5, "nothing of the others counts any more"
 
 
 def test_kept_records_are_text_for_any_logged_value() -> None:

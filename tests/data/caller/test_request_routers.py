@@ -679,6 +679,24 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     stage.routing.close()
 
 
+async def test_replicas_without_a_model_are_ranked_by_the_number_of_their_models(answers: Any) -> None:
+    ranks = list[list[list[str]]]()
+
+    def answer(replicas: list[RunningReplica], request: PendingRequest) -> Any:
+        ranked = MultiplexMixin.rank_replicas_via_multiplex(None, replicas, "m")  # type: ignore[arg-type]
+        ranks.append([[each.replica_id.unique_id for each in rank] for rank in ranked])
+        return ranked
+
+    answers(answer)
+    stage = await custom()
+    stage.ask()  # the router knows the replicas
+    models = {"r0": {"a", "b"}, "r1": {"m", "a"}, "r2": {"a"}, "r3": {"b"}}
+    stage.routing.show_models(lambda tag: frozenset(models[tag]))
+    stage.ask(call("", multiplexed_model_id="m"))
+    assert ranks[-1] == [["r1"], ["r2", "r3"], ["r0"]]
+    stage.routing.close()
+
+
 async def test_a_replica_that_has_stopped_meanwhile_is_no_choice(answers: Any) -> None:
     kept: list[RunningReplica] = []
 

@@ -463,6 +463,19 @@ def test_a_dispatched_call_ends_at_its_timeout_and_frees_the_slot(client: Client
     run(main())
 
 
+def test_a_dispatched_call_that_is_cancelled_frees_the_slot(client: Client) -> None:
+    client.deploy("cancelled", Echo, config={"max_concurrent_queries": 1})
+    handle = client.get_handle("cancelled")
+
+    async def main() -> None:
+        async with handle.choose_replica() as selection:
+            hanging = handle.options(method_name="hang").dispatch(selection)
+            hanging.cancel()
+            assert await asyncio.wait_for(handle.remote(1), DEADLINE_S) == 1
+
+    run(main())
+
+
 def test_reserved_slots_are_taken_from_others(client: Client) -> None:
     client.deploy("reserved", Echo, config={"max_concurrent_queries": 1, "max_queued_requests": 1})
     handle = client.get_handle("reserved")

@@ -17,6 +17,7 @@ from replica_harness import Reply, body_messages, http, make, our_threads, repli
 from replica_harness import call as call_method
 from replica_starts import reconfiguration, replica_start
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -896,6 +897,19 @@ def test_a_stream_that_never_pauses_is_cancelled_at_any_moment() -> None:
 def double(requests: list[Any]) -> list[Any]:
     GATES.notes.append(len(requests))
     return [2 * int(request.query_params["n"]) for request in requests]
+
+
+@accept_batch
+def refuse(requests: list[Any]) -> list[Any]:
+    raise HTTPException(418, "teapots only")
+
+
+def test_an_http_error_for_a_batch_is_the_response_to_each_of_its_requests() -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = await asyncio.gather(http(replica), http(replica))
+        assert [(each.status, each.body) for each in answers] == [(418, b"teapots only")] * 2
+
+    run(scenario, refuse, max_batch_size=2, batch_wait_timeout=60.0)
 
 
 @accept_batch
