@@ -1,4 +1,4 @@
-"""What a connection does with a client that it waits for, or that waits for it: bytes in, bytes out."""
+"""A connection that waits for its client, and a client that waits for its connection: bytes in, bytes out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST = b"0\r\n\r\n"
 
 
 class Application:
-    """Does what the test orders, until it is cancelled."""
+    """Runs the test's commands until it is cancelled."""
 
     def __init__(self) -> None:
         self.orders: asyncio.Queue[Callable[[Receive, Send], Awaitable[Any]]] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Clients that stand still within a request body, or do not read their response."""
+"""Clients that stop in the middle of a request body, or do not read their response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx"
 
 
 class Watched:
-    """An application that runs what it is given, and tells how that ended."""
+    """An application that runs given code, and records how the code ends."""
 
     def __init__(self, application: Any) -> None:
         self.application = application
@@ -135,7 +135,7 @@ class Line(SimpleNamespace):
 
 
 class Watching:
-    """A watch over one connection, with the options of these tests."""
+    """A watch of one connection, with the options of these tests."""
 
     def __init__(
         self, request: ScriptedExchange, *, is_unread: bool = False, is_crowded: bool = False
@@ -154,7 +154,7 @@ class Watching:
         self.is_closed = True
 
     def pass_s(self, seconds: int, sent_bytes: int = 0) -> None:
-        """Let time pass, a second between two looks."""
+        """Let time pass, with a check every second."""
         for _ in range(seconds):
             self.watch.check(float(self.now))
             self.now += 1
@@ -247,7 +247,7 @@ def holding(held_bytes: int) -> ScriptedExchange:
 
 
 def watching_all(requests: list[ScriptedExchange], sent_bytes: list[int]) -> SlowClientWatch:
-    """Return a watch that has seen all requests send so many bytes within a second."""
+    """Return a watch after each request has sent a number of bytes within a second."""
     stream = SimpleNamespace(writing=lambda: False)
     lines = [Line(exchange=each, stream=stream) for each in requests]
     watch = SlowClientWatch(

@@ -1,4 +1,4 @@
-"""What the ingress counts, and that clients cannot make it count without bounds."""
+"""The metrics of the ingress; clients cannot make their number grow without bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that accept from the same sockets, as those of a proxy and of its worker's replicas do."""
+"""Servers that accept from the same sockets, like those of a proxy and of its worker's replicas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def named(name: bytes) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def guest_of(host: HTTPServer) -> AsyncIterator[HTTPServer]:
-    """Run a server that accepts from the sockets of another one, which leaves connections to it."""
+    """Run a server that accepts from the sockets of another server, which leaves connections to it."""
     guest = make_server(named(b"guest"))
     guest.adopt([socket.socket(fileno=os.dup(each)) for each in host.share()])
     guest.start()
@@ -142,7 +142,7 @@ async def test_sockets_that_a_replica_could_not_listen_on_are_closed_with_their_
 
 
 class Answers(Requests):
-    """Requests that the test answers; their endpoints are not known at first."""
+    """Requests that the test answers; at first their endpoints are unknown."""
 
     def __init__(self) -> None:
         self.heads: list[Mapping[str, Any]] = []
