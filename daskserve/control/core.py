@@ -28,6 +28,9 @@ from daskserve.common.types import (
 from daskserve.control.action_executor import ActionExecutor
 from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_reconciler import ModelReconciler
+from daskserve.control.decisions import endpoints as endpoint_state
+from daskserve.control.decisions import goals, target_capacity
+from daskserve.control.decisions.history.recorder import HistoryRecorder
 from daskserve.control.declared.building import Building
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
@@ -42,11 +45,7 @@ from daskserve.control.records.storing import checkpoint
 from daskserve.control.records.storing.writer import Writer
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.verbs import goals, target_capacity
-from daskserve.control.verbs.history.recorder import HistoryRecorder
-from daskserve.control.views import views
-from daskserve.control.views.published import published_backend
+from daskserve.control.views.published import published_backend, published_system
 from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
@@ -414,7 +413,7 @@ class ControllerCore:
                 config = self.start_message.tracing
                 values[key] = config["sampling_ratio"] if config.get("enabled") else None
             elif kind == "system":
-                values[key] = views.published_system(self.state, self.worker)
+                values[key] = published_system(self.state, self.worker)
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:

@@ -11,6 +11,9 @@ from daskserve.common.types import ReplicaState, WorkerInfo
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.backend.steady_state import is_steady
 from daskserve.control.backend.step import full_step, step
+from daskserve.control.decisions import backends as backend_decisions
+from daskserve.control.decisions.backends import Outcome
+from daskserve.control.decisions.goals import ChangeLimits
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
     BackendRecord,
@@ -22,9 +25,6 @@ from daskserve.control.records.records import (
     ReplicaRecord,
 )
 from daskserve.control.records.state import State
-from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.verbs.backends import Outcome
-from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec, deployment_tag
@@ -151,15 +151,15 @@ class Bench:
     def create(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=self.wall))
+        return self.verb(backend_decisions.create_backend(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def deploy(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=self.wall))
+        return self.verb(backend_decisions.deploy(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> str:
-        outcome = backend_verbs.update_backend_config(
+        outcome = backend_decisions.update_backend_config(
             self.state,
             tag,
             BackendConfig(**config),
@@ -172,7 +172,9 @@ class Bench:
         return self.verb(outcome)
 
     def delete(self, tag: str = "b", *, is_forced: bool = False) -> str:
-        outcome = backend_verbs.delete_backend(self.state, tag, is_forced=is_forced, goal_id=self.new_goal())
+        outcome = backend_decisions.delete_backend(
+            self.state, tag, is_forced=is_forced, goal_id=self.new_goal()
+        )
         return self.verb(outcome)
 
     def decide(self, tag: str = "b") -> Step:

@@ -8,7 +8,7 @@ from control_harness import Bench, worker
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import Action, StartReplica
-from daskserve.control.views.views import backend_status
+from daskserve.control.views.backends import backend_status
 from daskserve.errors import ReplicaStartError
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
@@ -46,6 +46,15 @@ def lose_first(bench: Bench) -> None:
             bench.observed.lost_workers.add(each.worker)
             bench.step()
             bench.observed.lost_workers.clear()
+
+
+def step_with_failing_starts(bench: Bench, version: str) -> None:
+    """Let all actions of one step succeed, except for the starts of a version."""
+    for action in bench.step().actions:
+        if isinstance(action, StartReplica) and action.replica.named_version == version:
+            bench.observed.failed[action.replica.tag] = BOOM
+        else:
+            bench.succeed(action)
 
 
 def play(bench: Bench, actions: list[Action], event: str) -> None:

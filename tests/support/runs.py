@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
@@ -15,6 +16,22 @@ from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.telemetry.replica import ReplicaMetrics
+
+DEADLINE_S = 10.0
+
+
+def run(scenario: Callable[[UserExecutor], Awaitable[None]], **options: Any) -> None:
+    """Run a scenario on a worker's loop with an executor, which it may leave open."""
+
+    async def main() -> None:
+        executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(executor)
+        finally:
+            assert await executor.close(DEADLINE_S)
+
+    asyncio.run(main())
 
 
 class Started(RunResult):

@@ -55,7 +55,7 @@ class RevisionRecord:
     reason : str
         Why it failed, or who replaced it.
     spec : bytes
-        The records of the application, as `daskserve.control.verbs.history.revisions` packs them.
+        The records of the application, as `daskserve.control.decisions.history.revisions` packs them.
     codes : dict
         The names of the codes of its deployments, by tag.
     config : bytes

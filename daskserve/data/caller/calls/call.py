@@ -35,7 +35,6 @@ from daskserve.data.caller.calls.naming import with_called
 from daskserve.data.caller.calls.pending import begin_call
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import SAMPLING, Router
 from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError
@@ -183,7 +182,7 @@ class Call:
         self._replicas = replicas
         try:
             # An idempotent call needs a task, which retries it if its replica is lost.
-            if not replica.has_queued_request and not is_idempotent_call(self._envelope):
+            if not replica.has_queued_request and not self._envelope.is_idempotent_call():
                 self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
             pass  # the task below finds another replica

@@ -116,6 +116,7 @@ class Response:
             The error that the backend raised, with its own type.
         """
         left_s = self._wait(self._future, timeout_s)
+        # Raised here already, because `_value` would add a frame to the traceback that users read.
         self._check(self._future)
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s, left_s)

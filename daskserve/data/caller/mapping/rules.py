@@ -23,7 +23,7 @@ from daskserve.errors import (
 
 #: Maximum number of replicas that may be lost during the call of one item, because the item may be the cause.
 MAX_LOSSES = 4
-#: Delay of the next try after a loss, and the minimum delay after a refusal.
+#: Delay of the next attempt after a loss, and the minimum delay after a refusal.
 LOST_PAUSE_S = 0.05
 
 Errors: TypeAlias = Literal["raise", "return", "skip"]

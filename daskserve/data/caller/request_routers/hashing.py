@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.request_routers.interface import PendingRequest, RequestRouter, RunningReplica
-from daskserve.data.caller.request_routers.plain import two_of
+from daskserve.data.caller.request_routers.load_balancing import two_of
 
 #: Number of places of each replica on the ring.
 VIRTUAL_NODES = 100
