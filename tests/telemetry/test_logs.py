@@ -84,7 +84,7 @@ def test_a_field_that_is_not_set_is_as_in_what_is_larger() -> None:
     ],
 )
 def test_a_wrong_config_says_so(wrong: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logging._nameToLevel, "MINE", 5)  # workers do not know it
+    monkeypatch.setitem(logging._nameToLevel, "MINE", 5)  # workers do not know this level
     with pytest.raises((ValidationError, ValueError), match=text):
         LoggingConfig(**wrong)
 
@@ -230,7 +230,7 @@ def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.Mo
         logs.access((*access(proxy="proxy"),))
     assert woken == [1]
     assert list(logs.samples()) == [("log_records_dropped", ("access",), 2)]
-    assert not out.lines  # whoever adds a line formats some, and writes none
+    assert not out.lines  # the thread that adds a line formats lines, but writes none
     # A query for logs also returns lines that are not written yet.
     assert len(logs.ring) == 6
     logs.drain()
@@ -245,7 +245,7 @@ def test_a_line_does_not_wait_for_a_thread_that_formats(monkeypatch: pytest.Monk
 
     def keep(lines: Sequence[AccessLine]) -> None:
         kept.append(len(lines))
-        if len(kept) == 1:  # another one comes while these are formatted
+        if len(kept) == 1:  # another line is added while these are formatted
             for _ in range(3):
                 lines_of_process.add((*access(),))
 

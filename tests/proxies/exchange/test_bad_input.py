@@ -98,7 +98,7 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
             return
         has_timeout = bool(reading.values(b"x-request-timeout-seconds"))
         if has_timeout and len(answers) > number and answers[number].status == 400:
-            continue  # the ingress wants a number there
+            continue  # the ingress requires a number here
         path = reading.path_and_query()[0]
         is_too_large = len(reading.body) > MAX_BODY_BYTES
         if number >= len(answers):
@@ -111,14 +111,14 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
             return
         assert not answer.is_cut, answer
         if reading.values(b"x-request-timeout-seconds"):
-            assert answer.status in (200, 400, 405)  # none of what is tried is a time
+            assert answer.status in (200, 400, 405)  # no case has a valid timeout
         elif path in KNOWN:
             assert answer.status == 200, answer
             body = {b"/early": b"early", b"/fixed": FIXED}.get(path, reading.body)
             assert answer.body == (b"" if reading.method == b"HEAD" else body)
         assert len(seen) > number
         if reading.values(b"expect"):
-            return  # the connection ends if the application did not ask for the body
+            return  # the connection ends if the application did not read the body
 
 
 @pytest.mark.parametrize("value", [b"100-continue", b"100-Continue"])

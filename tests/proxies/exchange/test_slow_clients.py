@@ -174,7 +174,7 @@ def test_a_body_has_its_grace_before_it_is_refused() -> None:
     "state",
     [
         {"wants_body": False},
-        {"wants_body": True, "response_started": True},  # both sides may take as long as they like
+        {"wants_body": True, "response_started": True},  # neither side has a time limit
         {"wants_body": True, "body": SimpleNamespace(received_bytes=10, is_full=True)},
     ],
 )
@@ -292,7 +292,7 @@ async def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others
         await greedy.send(POST + bytes(250_000))
         await poll_for(lambda: ("http_buffered_bytes", ("i", "received"), 250_001) in server.samples("i"))
         status = 503
-        while status != 200:  # until it is known how slow the other one is
+        while status != 200:  # until the other client is known to be slow
             async with connected(server) as client:
                 await client.send(request(method="POST", body=bytes(200_000)))
                 status = (await client.response()).status
