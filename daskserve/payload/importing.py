@@ -303,7 +303,7 @@ def call_imported(path: str, option: str) -> Any:
     Raises
     ------
     BadRequestError
-        The function cannot be imported, is none, or raised; the message names the option.
+        The function cannot be imported, is not a function, or raised; the message names the option.
     """
     try:
         return import_definition(path)()

@@ -4,8 +4,8 @@ User code and arguments are pickled with the standard pickler if possible, and w
 (lambdas, classes of ``__main__``). Only the replica unpickles arguments, and only the caller results.
 
 Buffers of 4 KiB and more stay out of band: an array is not copied into the pickle, and again into a message.
-Below 1 MiB, they are copied once, so that later changes of the original have no effect. For larger ones, that
-would double the time of a call: those are sent from where they are, and are read-only after unpickling.
+Below 1 MiB, they are copied once, so that later changes of the original have no effect. A copy of larger ones
+would double the time of a call. So they are sent from where they are, and are read-only after unpickling.
 Processes of one machine share this memory, and code must not behave differently on other machines.
 """
 
