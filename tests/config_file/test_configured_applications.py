@@ -263,6 +263,34 @@ def test_a_version_does_not_depend_on_what_the_process_built_first() -> None:
     assert versions(1, 2) == versions(2, 1)
 
 
+ROUTED = """
+import daskserve as serve
+from fastapi import FastAPI
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class Routed:
+    @app.get("/")
+    def root(self): ...
+
+entry = Routed.bind()
+"""
+
+
+def test_a_version_does_not_depend_on_replicas_of_the_process(folder: Path) -> None:
+    """Loading the code of a replica changes the class that the process has imported."""
+    (folder / "routed.py").write_text(ROUTED)
+    config = application("").model_copy(update={"import_path": "routed:entry"})
+    (first,) = build_configured(config).spec.deployments
+    replica = unpack_code(first.spec.code, first.spec.parts)
+    (second,) = build_configured(config).spec.deployments
+    assert replica[0].__daskserve_app__ is not sys.modules["routed"].app
+    assert second.spec.version == first.spec.version
+    release_class_ids(forget(["routed"]))
+
+
 USING = """
 import daskserve as serve
 import helping

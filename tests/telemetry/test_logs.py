@@ -423,6 +423,14 @@ def test_a_query_finds_the_newest_or_what_came_later() -> None:
     assert [each["message"] for each in ring.rows(rows[7]["number"])] == ["8", "9"]
 
 
+@each_case("field", ["request_id", "trace_id", "message", "exception"])
+def test_a_query_finds_the_records_of_one_request(field: str) -> None:
+    ring = Ring()
+    ring.add(record("asked"), REPLICA)
+    rows = [{**each, field: text} for each in ring.rows() for text in ("a-3", "a-30", "b-3", "")]
+    assert [each[field] for each in Query(grep="a-3").select(rows)] == ["a-3", "a-30"]
+
+
 def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> None:
     out = Lines()
     logs = ProcessLogs(out)
