@@ -18,7 +18,7 @@ from daskserve.testing import local_instance
 
 
 class Guard:
-    """A middleware that lets nobody in."""
+    """A middleware that refuses all requests."""
 
     def __init__(self, app: Any) -> None:
         pass

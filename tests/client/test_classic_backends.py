@@ -212,7 +212,7 @@ def test_a_backend_in_use_cannot_be_deleted(client: serve.Client) -> None:
     client.delete_endpoint("user")
     client.delete_backend("used")
     client.delete_backend("shadow")
-    client.delete_backend("shadow")  # it is unknown by now
+    client.delete_backend("shadow")  # the tag is unknown by now
     assert client.list_backends() == {}
     assert client.status().replicas() == ()
 

@@ -130,7 +130,7 @@ async def outcome(folder: Path, kind: type, what: str) -> None:
         assert await client.load_model("d", "m") == "2"
         found = await ended(client)
         took_s = asyncio.get_running_loop().time() - began
-        await asyncio.sleep(2)  # replicas are told within a second
+        await asyncio.sleep(2)  # replicas are notified within a second
         events = [each.kind for each in await client.events() if each.kind.startswith("ROLLOUT")]
         models = (await client.list_models("d"))["m"]
         message = (await client.status()).backends["d"].message
@@ -182,7 +182,7 @@ async def steered(folder: Path) -> None:
             await client.pause_rollout("d", model="m")
         await asyncio.sleep(2)
         assert await load.seen_in(0.5) == {"1"}
-        put(folder, "3", "good")  # the next versions are taken all the same, and the newest of them wins
+        put(folder, "3", "good")  # the next versions are still loaded, and the newest becomes the default
         await until("SERVING")
         put(folder, "4", "good")
         await asyncio.sleep(6)

@@ -104,7 +104,7 @@ def test_files_that_are_saved_together_are_one_change(folder: Path) -> None:
 def test_only_code_that_uses_a_changed_file_is_a_new_version(folder: Path) -> None:
     first = versions(folder)
     assert versions(folder) == first
-    save(folder / "prices.py", "PRICE = 2")  # as long as before, and in the same second
+    save(folder / "prices.py", "PRICE = 2")  # of the same length, and in the same second
     second = versions(folder)
     assert second["Whole"] == first["Whole"]
     assert second["Shop"] != first["Shop"]

@@ -324,7 +324,7 @@ async def test_names_and_routes_in_use_are_refused_before_anything_is_written(st
     with pytest.raises(BadRequestError, match=r"needs \['z/back'\], which must come before it"):
         await stage.deploy_apps(app_spec("z", {"front": ("back",)}, route="/z"))
     assert stage.store.commits == commits
-    await stage.change("delete_endpoint", name="e")  # one of no application
+    await stage.change("delete_endpoint", name="e")  # an endpoint without an application
     assert list(await stage.published("routes")) == ["/x"]
 
 
@@ -366,7 +366,7 @@ async def test_a_failed_deploy_brings_back_the_version_of_what_it_dropped(stage:
         )
     )
     await stage.clock.sleep(1.0)
-    stage.start, stage.start_s = fail_in("front", "3"), 5.0  # long enough for a look at everything
+    stage.start, stage.start_s = fail_in("front", "3"), 5.0  # long enough to check the state
     with pytest.raises(ReplicaStartError):
         await stage.run(graph={"front": ()}, front={"version": "3"})
     await stage.until(lambda: sorted(stage.stored("code")) == ["code/back@1", "code/front@1"])
@@ -407,7 +407,7 @@ async def test_a_change_of_a_deployment_that_the_new_version_drops_ends_with_it(
     stage.start_s = 2.0
     await stage.deploy_apps(app_spec(graph={"front": ()}, request_id="r2", front={"version": "2"}))
     with pytest.raises(DeletedError, match="'back' was deleted"):
-        await stage.update("back", num_replicas=200)  # more than fit
+        await stage.update("back", num_replicas=200)  # more than the workers can run
     await stage.until(lambda: list(stage.stored("backend")) == ["backend/front"])
 
 

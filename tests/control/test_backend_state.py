@@ -87,7 +87,7 @@ def test_a_replica_is_placed_started_and_then_runs() -> None:
     assert bench.goal(goal).state is GoalState.PENDING
     assert re.fullmatch("b#[A-Za-z]{6}", record.tag)
 
-    assert bench.step().actions == [start]  # asked again, because nothing has answered
+    assert bench.step().actions == [start]  # repeated, because the start has not been confirmed
     bench.observed.ready[record.tag] = {}
     last = bench.step()
     assert bench.tags(S.RUNNING) == [record.tag]
@@ -289,7 +289,7 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     assert "GPU 1 (most free on one worker: 0)" in (bench.observed.notes["b"].waiting or "")
     assert bench.tags(S.SHOULD_START) == bench.tags()
     assert bench.goal(goal).state is GoalState.PENDING
-    assert step.wake_at == bench.now + 30  # to say what it waits for
+    assert step.wake_at == bench.now + 30  # to log what it waits for
 
 
 def test_replicas_that_fit_start_while_the_rest_waits() -> None:
@@ -687,12 +687,12 @@ def test_only_running_replicas_are_published_to_routers() -> None:
 @each_case(
     ("config", "metadata", "published"),
     [
-        ({}, {}, {}),  # whole, as of a plain function
+        ({}, {}, {}),  # the whole body, as for a plain function
         ({}, {"is_blocking": False}, {"bodies": "stream"}),
         ({}, {"is_blocking": False, "is_asgi_app": True}, {"bodies": "stream"}),
         ({}, {"is_blocking": False, "accepts_batches": True}, {}),
         ({}, {"ignores_bodies": True}, {"bodies": "drop"}),
-        ({"method_header": True}, {"is_blocking": False}, {}),  # a plain method may be named
+        ({"method_header": True}, {"is_blocking": False}, {}),  # the header may name a plain method
         ({"max_body_bytes": 5}, {}, {"max_body_bytes": 5}),
     ],
 )

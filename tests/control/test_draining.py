@@ -104,7 +104,7 @@ async def test_an_idle_instance_does_not_drain(stage: Stage) -> None:
     assert not stage.stopped
     assert len(stage.running) == 3
     assert not stage.stored("replica"), "an instance that starts on the store later does not miss them"
-    await stage.run(graph=CHAIN, version="2")  # until it ends, it is as before
+    await stage.run(graph=CHAIN, version="2")  # until the end, it works as before
 
 
 @staged(http=HTTPOptions())

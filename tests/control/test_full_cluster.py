@@ -37,13 +37,13 @@ def test_one_old_replica_at_a_time_makes_room_and_the_status_says_so() -> None:
     (stop,) = bench.step().actions
     assert isinstance(stop, StopReplica)
     assert message(bench).startswith(f"{NO_ROOM}; a replica needs CPU 1")
-    assert bench.step().actions == [stop]  # asked again, and no other one
+    assert bench.step().actions == [stop]  # the stop is repeated, and no other replica stops
     bench.succeed(stop)
     (start,) = bench.step().actions
     assert isinstance(start, StartReplica)
     assert start.replica.worker == stop.replica.worker
     assert message(bench) == f"{NO_ROOM}; 0 of 2 replicas are updated"
-    assert bench.step().actions == [start]  # the next one stays until this one runs
+    assert bench.step().actions == [start]  # the next old replica stays until this new one runs
     bench.succeed(start)
     (second,) = bench.step().actions
     assert isinstance(second, StopReplica)

@@ -157,7 +157,7 @@ def test_a_proxy_is_written_before_it_starts() -> None:
     taken = proxies.step()
     record = ProxyRecord("head", "w1", "h1", incarnation=1, port=8000, start_id="first")
     assert (taken.change, taken.actions) == ({"proxy/head": record}, [StartProxy(record)])
-    taken = proxies.step()  # asked again until it answers
+    taken = proxies.step()  # repeated until it answers
     assert (taken.change, taken.actions) == ({}, [StartProxy(record)])
     proxies.listen(record)
     assert is_idle(proxies.step())
@@ -437,7 +437,7 @@ def test_the_only_proxy_moves_after_the_grace_period_and_back_when_its_host_last
         "has one"
     ]
     proxies.settle()
-    for _ in range(3):  # a worker that ends again and again
+    for _ in range(3):  # a worker that ends repeatedly
         proxies.join(HEAD_1)
         assert is_idle(proxies.step())
         proxies.now += GRACE_S / 2

@@ -83,7 +83,7 @@ def test_without_a_surge_one_old_replica_stops_where_the_new_one_has_room_on_ano
 @each_case(
     ("busy", "drained"),
     [
-        ({"small": 0, "large": 0, "other": 0}, ["other"]),  # one is fewer than two
+        ({"small": 0, "large": 0, "other": 0}, ["other"]),  # one large replica is fewer than two small ones
         ({"small": 1, "large": 3, "other": 9}, ["other"]),
     ],
 )

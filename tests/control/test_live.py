@@ -97,7 +97,7 @@ def test_reports_in_quick_succession_make_no_rates_of_their_own() -> None:
         meter.take({"": Counts(requests)}, at)
     assert meter.rates is not None
     assert meter.rates[""].requests_per_s == 10
-    meter.take({"": Counts(3)}, 12.0)  # what counts has begun again
+    meter.take({"": Counts(3)}, 12.0)  # the counter has restarted
     assert meter.rates[""].requests_per_s == 0
     meter.take({"": Counts(9)}, 12.1 + STALE_S)
     assert meter.rates is None
@@ -151,7 +151,7 @@ async def test_replicas_are_asked_and_routers_notified_while_a_client_reads(stag
     assert await stage.published(LIVE_METRICS) is True
     begun = len(asked)
     await stage.call("live_metrics")
-    await stage.call("live_metrics")  # of the same moment
+    await stage.call("live_metrics")  # metrics of the same moment
     await stage.clock.sleep(WATCHED_S + 5)
     assert begun < len(asked) <= begun + WATCHED_S + 2
     assert await stage.published(LIVE_METRICS) is None

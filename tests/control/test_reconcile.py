@@ -391,7 +391,7 @@ async def test_a_replica_that_cannot_be_stopped_is_asked_again(stage: Stage) -> 
     while not deleting.done():
         await stage.clock.sleep(0.01)
         if len(tries) < 4:
-            entries.setdefault(name, held)  # a Host forgets even what it failed to stop
+            entries.setdefault(name, held)  # a Host removes an actor even if its stop fails
     await deleting
     assert len(tries) == 4
     assert min(after - before for before, after in itertools.pairwise(tries)) >= ACTION_RETRY_S
@@ -468,7 +468,7 @@ async def test_a_replica_that_refuses_every_config_is_replaced_and_not_asked_for
     both = set(stage.running)
 
     async def refuse(replica: ScriptedReplica) -> None:
-        if stage.reconfigured.index(replica.tag) > 0:  # the second one
+        if stage.reconfigured.index(replica.tag) > 0:  # the second replica
             raise ReplicaStartError("not with me")
         if stage.reconfigured.count(replica.tag) > 1:
             raise ReplicaStartError("I will not go back")

@@ -29,4 +29,4 @@ def test_ids_of_earlier_releases_are_recognized() -> None:
     assert not is_same(old, identity(b"b"))
     assert not is_same(identity(b"a"), identity(b"b"))
     assert not is_same(UNKNOWN_CONFIG, identity(b"a"))
-    assert in_doubt(old, identity(b"a", 5)) == UNKNOWN_CONFIG  # what it was told is not known
+    assert in_doubt(old, identity(b"a", 5)) == UNKNOWN_CONFIG  # which config it was sent is unknown

@@ -1,4 +1,4 @@
-"""The target capacity of an instance: it is recorded, applies at once, and is fully reset."""
+"""The target capacity of an instance: recorded, in force at once, and rolled back as a whole."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ async def test_a_worker_on_which_the_supervisor_has_lost_a_controller_is_noticed
     controller = (await stage.cluster.program.controller()).worker
     victim = next(each for each in stage.running_of() if each.worker != controller)
     stage.cluster.change_worker(victim.worker, is_suspect=True)
-    await stage.clock.sleep(60)  # the controller has asked for the workers again
+    await stage.clock.sleep(60)  # the controller has read the list of workers again
     assert victim.tag in stage.running, "it answers"
     stage.cluster.suspend_worker(victim.worker)
     began = stage.clock.now()
@@ -272,7 +272,7 @@ async def test_a_replaced_controller_does_not_end_its_successors_actors(stage: S
     controller = await stage.cluster.program.controller()
     old = stage.cluster.actor(controller)
     await start_successor(stage)
-    assert stage.cluster.actor(controller) is old  # it lives, and still believes in itself
+    assert stage.cluster.actor(controller) is old  # it runs, and does not know that it was replaced
     await stage.update(num_replicas=4)
     stopped = len(stage.stopped)
     await stage.clock.sleep(2 * SWEEP_S)

@@ -124,7 +124,7 @@ def disconnect_at_random(url: str, paths: list[str], rng: random.Random) -> None
 def test_disconnects_at_any_moment_leave_nothing_behind(
     client: serve.Client, url: str, external: ExternalCluster
 ) -> None:
-    """The leaf runs beside the proxy and its caller on the other worker, so each request crosses twice."""
+    """The callee is on the proxy's worker, its caller on the other one, so each request crosses twice."""
     proxy = worker_of(client, "proxy")
     (other,) = {*pids(external.client)} - {proxy}
     client.create_backend(

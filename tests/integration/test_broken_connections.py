@@ -90,7 +90,7 @@ def stage(client: serve.Client, external: ExternalCluster) -> Iterator[Stage]:
     stage = Stage(client, external)
     assert fetch(stage.url).status == 200
     yield stage
-    poll_for(lambda: stage.ask("state")[1] == 0)  # the interrupted request does not run on
+    poll_for(lambda: stage.ask("state")[1] == 0)  # the interrupted request does not continue to run
 
 
 def test_the_next_request_reopens_the_connection(stage: Stage) -> None:

@@ -235,7 +235,7 @@ def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
 
 @pytest.mark.nightly
 def test_restarting_the_cluster_brings_all_deployments_back() -> None:
-    """On a cluster of its own: Dask waits for as many workers as there were nannies, retired ones too."""
+    """A separate cluster, because Dask waits for as many workers as it had nannies, retired ones too."""
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
         dask.restart()

@@ -168,7 +168,7 @@ async def one_by_one(url: str) -> Answers:
 
 
 def stay(before: Answers, after: Answers) -> bool:
-    """Return whether sessions have one replica each, as before unless it is gone or theirs is new."""
+    """Return whether each session kept its replica, except for lost replicas and moves to new ones."""
     for session, places in after.places.items():
         home, place = before.places[session][0], places[0]
         if set(places) != {place} or (place != home and place in before.pids and home in after.pids):

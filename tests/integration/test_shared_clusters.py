@@ -78,7 +78,7 @@ def signalled(number: signal.Signals, when: Callable[[], Any]) -> Iterator[None]
 
 @pytest.fixture
 def shop(external: ExternalCluster) -> Iterator[Callable[[], str]]:
-    """A running application that this program did not start; returns what it answers."""
+    """Run an application that this program did not start; return a function that gets its answer."""
     (line,) = run(external, version("1"), http={"port": 0}, is_blocking=False)
     what, _, url = line.rpartition(" at ")
     assert what == "Application 'shop' runs"

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.nightly
 
 
 class Collector:
-    """Takes spans and metrics, unless it hangs; keeps the spans of one trace, and the totals of counters."""
+    """Receives spans and metrics unless it hangs; keeps the spans of one trace, and counters' totals."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

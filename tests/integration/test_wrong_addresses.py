@@ -107,7 +107,7 @@ def test_a_closed_dask_client_is_reported(external: ExternalCluster) -> None:
 
 @pytest.mark.nightly
 def test_calls_fail_soon_after_the_scheduler_is_lost(tmp_path: Path) -> None:
-    """When the cluster dies and nobody waits for it, calls fail within seconds and shutdown still works."""
+    """If the cluster dies and no program waits for it, calls fail within seconds; shutdown still works."""
     with ExitStack() as stack:
         stack.enter_context(dask.config.set({"daskserve.scheduler.grace-s": 0}))
         with dask_scheduler(tmp_path) as address:

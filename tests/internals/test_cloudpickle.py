@@ -1,4 +1,4 @@
-"""User code is pickled without what belongs to this process alone; the rest is found and named."""
+"""User code is pickled without objects that only this process can use; other such objects are named."""
 
 import asyncio
 import functools

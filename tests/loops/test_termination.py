@@ -50,7 +50,7 @@ def test_the_process_ends_when_all_that_was_begun_is_done(ended: list[int]) -> N
     assert ended == []
     threading.Thread(target=other.dones[0]).run()
     assert ended == [signal.SIGTERM]
-    sigterm()  # the handler of before is back
+    sigterm()  # the previous handler is restored
     assert ended == [signal.SIGTERM] * 2
 
 

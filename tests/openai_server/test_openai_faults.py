@@ -117,7 +117,7 @@ def test_vectors_that_cannot_be_sent_are_errors(engine: Embeds, encoding: str, s
     answer = ask(engine, "embeddings", input="x", encoding_format=encoding)
     assert answer.status_code == status
     assert ("error" in answer.json()) == (status != 200)
-    if status == 500:  # the log of the engine tells the number, the client gets none of it
+    if status == 500:  # the engine's log has the number, the client's error does not
         assert answer.json()["error"]["type"] == "server_error"
         with pytest.raises(
             ValueError, match=f"embed returned {re.escape(repr(engine.vector[-1]))} in a vector"

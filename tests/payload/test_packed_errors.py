@@ -97,7 +97,7 @@ def raised_by(function: Callable[..., Any], *args: Any) -> BaseException:
 
 
 def crossed(error: BaseException) -> BaseException:
-    """Return what a caller in another process gets; what is packed at once is packed completely."""
+    """Return the error as a caller in another process gets it; packed at once, it is complete."""
     packed = pack_all(error)
     at_once = pack_now(error)
     assert at_once is None or at_once.data == packed.data

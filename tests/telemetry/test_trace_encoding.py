@@ -1,4 +1,4 @@
-"""Spans as bytes of OTLP: the same as OpenTelemetry's own encoder writes."""
+"""Spans as bytes of OTLP: the same bytes as from OpenTelemetry's own encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of Dask in a trace: they run in it, keep their keys, and need nothing on their workers."""
+"""Dask tasks in a trace: they run in the trace, keep their keys, and need nothing on their workers."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def test_a_step_that_hangs_fails_its_requests_and_those_that_wait(is_stubborn: b
         assert [type(each) for each in found] == [RequestTimeoutError, UnavailableError]
         assert 5 <= loop.time() <= 10
         model.take = lambda: asyncio.sleep(STEP_S)
-        if is_stubborn:  # it cannot be cancelled
+        if is_stubborn:  # this request cannot be cancelled
             assert model.count.stats().running_s >= 5
             assert [type(each) for each in await outcomes(model.count(1))] == [UnavailableError]
             await asyncio.sleep(101)
@@ -450,7 +450,7 @@ def test_a_preempted_request_is_not_refused_and_does_not_count_in_the_queue() ->
         slots.add(each)
     assert slots.admit() == [first, preempted]
     slots.preempt(preempted)
-    assert slots.add(new) is None  # one may wait, beside the preempted one
+    assert slots.add(new) is None  # one may wait, besides the preempted request
     assert slots.add(urgent) is new
     with pytest.raises(BackPressureError):
         slots.add(request(1))
@@ -478,7 +478,7 @@ def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
         model = Budgeted()
         found = await outcomes(model.count(8, 5), model.count(7, 5), model.count(3, 8), model.count(2, 1))
         assert found == [list(range(n)) for n in (8, 7, 3, 2)]
-        assert model.steps[0] == [8, 7]  # with a third one, the next step would not fit
+        assert model.steps[0] == [8, 7]  # a third request would not fit in the next step
         assert model.prefilled[0] == [(8, 0), (7, 0)]
         # 8 and 7 would need 13 and 12 in the end, so 7 is preempted, and continues after its outputs. Later,
         # 3 is preempted, too.
@@ -542,7 +542,7 @@ class Shared:
         max_slots=1,
         user_fn=lambda user, **_: user,
         priority_fn=lambda user, level=0, **_: level,
-        cost_fn=lambda user, **_: 1e6 if user == "a" else 0.0,  # shares are steps, whatever a request holds
+        cost_fn=lambda user, **_: 1e6 if user == "a" else 0.0,  # shares count steps, not costs
     )
     async def one(self, active: list[ActiveRequest]) -> list[Any]:
         self.order.append((active[0].args[0], active[0].priority))
@@ -859,7 +859,7 @@ def test_after_random_joins_leaves_and_errors_nothing_is_left(seed: int) -> None
         except (BackPressureError, TimeoutError, RuntimeError, ValueError, MemoryError, StepError) as error:
             return type(error).__name__
         finally:
-            assert read == sorted(set(read))  # none is lost or repeated by a preemption
+            assert read == sorted(set(read))  # a preemption neither loses nor repeats outputs
         return "done"
 
     async def main() -> None:

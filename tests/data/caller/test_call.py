@@ -174,7 +174,7 @@ async def new_process() -> AsyncIterator[Process]:
 
 @pytest.fixture
 def process() -> AbstractAsyncContextManager[Process]:
-    return new_process()  # which is entered on the test's loop
+    return new_process()  # it is entered on the test's loop
 
 
 async def quiet() -> None:
@@ -576,7 +576,7 @@ async def test_a_replica_that_joins_gets_the_next_call_before_a_channel_is_open(
     for _ in range(5):
         responses.append(handle.remote())
         await quiet()
-    assert len(process.asked) >= 4  # the others go by chance
+    assert len(process.asked) >= 4  # the other requests are distributed at random
     for asked in process.asked:
         asked.answer(1)
     assert set(process.idle_replicas().values()) == {0}

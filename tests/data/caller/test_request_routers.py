@@ -260,7 +260,7 @@ async def test_no_replica_has_more_than_its_share_of_a_session_that_is_everybody
 async def test_without_a_bound_a_session_stays_with_its_replica_until_that_is_full() -> None:
     stage = Stage("ConsistentHash", 3, concurrency=20, bound=float("inf"))
     assert len({stage.take(call("same")) for _ in range(20)}) == 1
-    assert len({stage.take(call("same")) for _ in range(20)}) == 1  # the next one on the ring
+    assert len({stage.take(call("same")) for _ in range(20)}) == 1  # the next replica on the ring
     assert len({replica.tag for replica, _ in stage.open}) == 2
 
 
@@ -327,7 +327,7 @@ def test_prompts_are_compared_at_both_ends_of_their_blocks_up_to_their_length() 
     def common(other: str) -> float:
         found = beginnings_of(other)
         alike = [one == two for one, two in zip(names, found, strict=False)]
-        assert alike == sorted(alike, reverse=True)  # nothing is known again after a difference
+        assert alike == sorted(alike, reverse=True)  # after the first difference, nothing matches again
         return sum(alike) / len(names)
 
     shares = [common(text[:at] + "X" + text[at + 1 :]) for at in (0, 63, 64, 700, 2_592, 29_524, 32_767)]
@@ -540,7 +540,7 @@ async def test_a_router_that_fails_is_reported_once_and_requests_continue(
 ) -> None:
     answers(function)
     stage = await custom()
-    (received,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # each change is an event
+    (received,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # a change is an event
     assert stage.routing.errors.fallbacks == {kind: 20}
     assert text in received
     assert [each.levelno for each in caplog.records if each.name == "daskserve.router"] == [logging.ERROR]

@@ -256,7 +256,7 @@ def test_threads_that_read_a_large_result_at_once_share_its_fetch(kind: type[Res
         running.close()
         if not found:
             found.append(None)
-            found.append(fetch())  # another thread that reads at this moment
+            found.append(fetch())  # another thread reads at this moment
 
     connection: Any = SimpleNamespace(
         is_closed=False,
@@ -390,7 +390,7 @@ def test_a_broadcast_that_was_not_sent_raises_why() -> None:
     """The reason may be a timeout, too, but it is not an answer of a replica."""
     future: PendingCall[Any] = PendingCall()
     error = RequestTimeoutError("The controller sent no update.")
-    connection: Any = SimpleNamespace(runs_here=lambda: future.set_error(error))  # asked before the wait
+    connection: Any = SimpleNamespace(runs_here=lambda: future.set_error(error))  # checked before the wait
     with pytest.raises(RequestTimeoutError, match="sent no update"):
         BroadcastResponse(future, connection, "id").results()
 
@@ -469,7 +469,7 @@ def test_reserved_slots_are_taken_from_others(client: Client) -> None:
 
     async def main() -> None:
         async with handle.choose_replica():
-            waiting = handle.remote(0)  # the one that may
+            waiting = handle.remote(0)  # the request that may run
             with pytest.raises(serve.errors.BackPressureError) as caught:
                 await handle.remote(1)
             assert caught.value.max_queued_requests == 1

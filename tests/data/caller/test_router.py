@@ -293,7 +293,7 @@ async def test_the_turn_of_a_cancelled_request_goes_to_the_next(stage: Stage) ->
     second, third = stage.send(backend), stage.send(backend)
     await quiet()
     stage.replicas.finish("r1")
-    await asyncio.sleep(0)  # the first ends: the second is woken, and has not run yet
+    await asyncio.sleep(0)  # the first request ends; the second is notified, but has not run yet
     second.cancel()
     await quiet()
     assert second.cancelled()
@@ -589,7 +589,7 @@ async def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next(s
     await quiet()
     assert (len(patient), backend.waiting) == (2, 4)
     sent[0].cancel()
-    await asyncio.sleep(0)  # the next is woken, and has not run yet
+    await asyncio.sleep(0)  # the next request is notified, but has not run yet
     sent[2].cancel()
     sent[3].cancel()
     await quiet()
@@ -948,7 +948,7 @@ async def test_requests_wait_for_a_controller_that_is_being_replaced(
     await waiting
     asked = stage.listener.asked
     await asyncio.sleep(10 * CHECK_S)
-    assert stage.listener.asked == asked  # nothing waits
+    assert stage.listener.asked == asked  # no request waits
 
 
 async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(stage: Stage) -> None:
@@ -1007,7 +1007,7 @@ async def test_requests_fail_at_once_if_no_replica_can_start(
     await quiet()
     stage.publish("r1", **why)
     await quiet()
-    assert not waiting.done()  # r1 answers as long as it is there
+    assert not waiting.done()  # r1 answers as long as it exists
     stage.publish(**why)
     for each in (waiting, stage.send(backend)):
         with pytest.raises(error, match=text) as info:
@@ -1339,7 +1339,7 @@ async def test_a_queued_request_is_not_rejected_later(stage: Stage) -> None:
     queued = stage.send(backend)
     await quiet()
     stage.replicas.finish("r1")
-    for _ in range(2):  # they run after the first has ended and before the queued one looks
+    for _ in range(2):  # they start after the first has ended, before the queued request continues
         stage.send(backend)
     await quiet()
     assert not queued.done()
@@ -1355,7 +1355,7 @@ async def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_
         if tag == "r1":
             raise ActorLostError("cannot be reached", begun=False)
         if stage.replicas.asked.count("r2") == 1:
-            await asyncio.sleep(0.1)  # another request waits meanwhile, and sets the timer for r1
+            await asyncio.sleep(0.1)  # meanwhile, another request waits, and sets the timer for r1
             raise ReplicaBusyError("full", ongoing=1)
         return Load()
 
@@ -1390,7 +1390,7 @@ async def test_only_the_last_deleted_endpoints_and_backends_are_remembered(stage
     for number in range(2 * MAX_DELETED):
         endpoint, backends = f"endpoint/a{number}", [f"backend/a{number}", f"backend/new{number}"]
         stage.routers.router(f"a{number}")
-        for each in (f"a{number}", f"new{number}"):  # the second one takes the place of the first
+        for each in (f"a{number}", f"new{number}"):  # the second endpoint replaces the first
             stage.listener.tell(endpoint, {"traffic": {each: 1.0}, "shadows": {}, "legacy": True})
             stage.publish("r", backend=each)
         for key in (backends[0], endpoint, backends[1]):

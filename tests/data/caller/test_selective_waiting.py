@@ -106,7 +106,7 @@ async def test_a_session_whose_replica_is_full_holds_up_no_others() -> None:
     await asyncio.sleep(1)
     at_hot = stage.replicas.asked[0]
     done = sum(each.done() for each in others)
-    assert done > 20  # all but those that belong to the replica of the hot session
+    assert done > 20  # all requests except those for the replica of the hot session
     assert +stage.replicas.running == Counter({at_hot: 2})
     for each in (*hot, *others):
         each.cancel()
@@ -123,7 +123,7 @@ async def test_requests_that_a_router_binds_hold_up_others_for_a_moment_only(ans
     assert any(each.done() for each in others)
     await asyncio.sleep(20 * ROUND_S)
     assert all(each.done() for each in others)
-    await asyncio.sleep(2)  # the next one in order has its turn
+    await asyncio.sleep(2)  # it is the turn of the next request in order
     assert bound[0].done()
     assert +stage.replicas.running == Counter({"r0": 1})
     for each in bound:
@@ -253,7 +253,7 @@ def test_a_refused_request_scans_no_waiting_ones_unless_one_is_lower() -> None:
     queue = RankedQueue(Order(), is_there)
     for number in range(1000):
         queue.put(number, -1, None)
-    assert queue.lowest_below(0) == 998  # the last one that is there
+    assert queue.lowest_below(0) == 998  # the last remaining request
     assert list(queue.first()) == [*range(999)]
 
 
@@ -274,12 +274,12 @@ async def test_a_replica_that_only_fails_is_not_the_one_that_answers_first(kind:
         requests = [call() if kind == "call" else get(b"/") for _ in range(10)]
         sent = [stage.send(backend, each) for each in requests]
         await asyncio.gather(*sent, return_exceptions=True)
-    assert 5 < stage.replicas.asked.count("r0") < 80  # fewer than its share of 400
+    assert 5 < stage.replicas.asked.count("r0") < 80  # less than its share of 400
     backend_of(stage, lambda *_: 0.02, 4, concurrency=100, router={"router": "LeastLatency"})
     stage.replicas.asked.clear()
     for _ in range(40):
         await asyncio.gather(*(stage.send(backend, call()) for _ in range(10)))
-    assert stage.replicas.asked.count("r0") > 60  # it is whole again
+    assert stage.replicas.asked.count("r0") > 60  # the replica has its full share again
 
 
 # ---- second attempts

@@ -207,11 +207,11 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
         statistics = await replica.statistics()
         assert (statistics["abandoned"], statistics["ongoing"]) == (0, 0)
         if definition is HangingPlain:
-            assert GATES.calls == 2  # never twice at a time
+            assert GATES.calls == 2  # never two calls at a time
         GATES.go.set()
         found = await wait_until(lambda: reported(replica))
         if definition is HangingPlain:
-            assert found == {"tokens": 3.0}  # what came too late is not gone by
+            assert found == {"tokens": 3.0}  # late results are ignored
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, definition)

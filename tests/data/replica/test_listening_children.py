@@ -1,4 +1,4 @@
-"""What a worker tells the children that serve connections, and which requests they may answer."""
+"""The messages of a worker to children that serve connections, and the requests that these may answer."""
 
 from __future__ import annotations
 

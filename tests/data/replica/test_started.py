@@ -253,7 +253,7 @@ def test_the_result_of_a_call_comes_with_the_load_after_it(method: str, place: s
         assert message is not None
         assert message["payload"].load() == 7
         assert load == replica.load() == Load(0, 0)
-        give_up()  # does nothing any more
+        give_up()  # has no effect any more
         assert len(answers.ends) == 1
         assert replica.load() == Load(0, 0)
 

@@ -252,7 +252,7 @@ def test_cancelling_the_caller_cancels_async_code_and_reports_its_end(event_loop
 
         call = start_async(executor, stubborn, on_end=lambda: ended.append(True))
         caller = asyncio.create_task(call.wait())
-        await asyncio.sleep(0)  # it waits now
+        await asyncio.sleep(0)  # the code waits now
         await until(began.is_set)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -370,7 +370,7 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
 
         call = start_async(executor, blocks_the_loop)
         await until(lambda: executor.blocked_count == 1)
-        await asyncio.sleep(0.12)  # long enough for a second report, were there one
+        await asyncio.sleep(0.12)  # long enough for a second report, if there were one
         release.set()
         await call.wait()
         assert executor.blocked_count == 1
@@ -386,7 +386,7 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
 
 def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     async def blocks_the_loop() -> None:
-        time.sleep(3 * BLOCKED_AFTER_S)  # the fault that this is about
+        time.sleep(3 * BLOCKED_AFTER_S)  # the fault under test
 
     async def scenario(executor: UserExecutor) -> None:
         await executor.run_async(blocks_the_loop)

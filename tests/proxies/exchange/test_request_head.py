@@ -1,4 +1,4 @@
-"""Heads of requests as data of one or several pieces; `raw_heads` has what they may and may not say."""
+"""Heads of requests in one or several pieces; `raw_heads` has the valid and invalid contents."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_no_control_character_passes_anywhere_in_a_head() -> None:
                 found = read_head(data, 0, LIMITS)
             except RefusedRequestError:
                 continue
-            # The end of the head may be gone.
+            # The change may have removed the end of the head.
             assert found is None
             assert b"\r\n\r\n" not in data
 

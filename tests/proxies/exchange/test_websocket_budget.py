@@ -1,4 +1,4 @@
-"""The memory that the messages of all WebSockets may take together."""
+"""The memory limit for the messages of all WebSockets together."""
 
 from __future__ import annotations
 

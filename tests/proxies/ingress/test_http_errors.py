@@ -18,7 +18,7 @@ def hidden(status: int, reason: str) -> ErrorReply:
 
 
 class UserMistakeError(ValueError):
-    """What user code raises is not ours, whatever its base."""
+    """An error of user code does not count as daskserve's, whatever its base class."""
 
 
 @each_case(

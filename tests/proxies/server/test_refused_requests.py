@@ -1,4 +1,4 @@
-"""Requests that never reach the application: limits of heads, what is counted, and what trickling costs."""
+"""Requests that never reach the application: limits of heads, counts, and the cost of slow heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Tornado stream as a transport: what it passes on, counts, and does when it is paused or ended."""
+"""A Tornado stream as a transport: its calls, counts, pauses and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.proxies.server.tornado_transport import TornadoTransport
 
 
 class Recorder(asyncio.Protocol):
-    """A protocol that writes down what the transport calls; its client ends first, or never."""
+    """A protocol that records the transport's calls; its client ends its data first, or never."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
