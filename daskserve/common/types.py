@@ -77,7 +77,7 @@ class SocketReceiver(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Prepare for the socket: from the accept on, nothing more may be sent through the pipe."""
+        """Prepare for the socket: after the accept, nothing more may be sent through the pipe."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""

@@ -189,7 +189,7 @@ class Notes:
         return self.retry_at is not None and self.retry_at > now
 
 
-#: The fields that do not matter without a change.
+#: The fields that only matter during a change.
 _LEFT_OVER = frozenset({"dead", "goal", "logged_at", "full_from", "most"})
 
 
