@@ -130,7 +130,7 @@ def test_the_classic_names_are_in_a_module() -> None:
         ("tasks", "instantiate_adapter_from_config"),
     ],
 )
-def test_names_of_public_modules_go_on_working_from_the_package(
+def test_names_of_public_modules_keep_working_from_the_package(
     recwarn: pytest.WarningsRecorder, module: str, names: str
 ) -> None:
     for name in names.split():
@@ -140,8 +140,8 @@ def test_names_of_public_modules_go_on_working_from_the_package(
     assert not recwarn.list
 
 
-def test_the_decorator_of_task_consumers_goes_on_working_from_the_package() -> None:
-    """Python sets the name to the module ``daskserve.task_consumer`` once this module is imported."""
+def test_the_decorator_of_task_consumers_keeps_working_from_the_package() -> None:
+    """Python sets the name to the module ``daskserve.task_consumer`` once that is imported."""
     with pytest.raises(TypeError, match="task_processor_config"):
         serve.task_consumer()
     assert serve.task_consumer.task_consumer is serve.tasks.task_consumer

@@ -221,7 +221,7 @@ def test_rows_that_are_damaged_in_the_file_are_found_and_backed_up_without(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_missing_is_reported_refused_and_given_up_only_if_forced(tmp_path: Path, kind: str) -> None:
+def test_missing_records_are_reported_and_given_up_only_if_forced(tmp_path: Path, kind: str) -> None:
     url = url_of(kind, tmp_path)
 
     async def main() -> None:

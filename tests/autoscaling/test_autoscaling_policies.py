@@ -244,14 +244,14 @@ SLOW, QUICK = (0, 0, 99, 0, 0), (99, 0, 0, 0, 0)
         ((0, 99, 0, 0, 0), {"state": {"bad": (9.0, 900.0)}}, 10, {"bad": (9.0, 900.0)}),
     ],
 )
-def test_what_a_replica_carries_is_learned_from_each_step(
+def test_the_load_of_a_replica_is_learned_from_each_step(
     counts: tuple[int, ...], options: dict[str, Any], replicas: int, state: dict[str, Any]
 ) -> None:
     found = latency(counts, **{"target": 10, **options})
     assert (found.replicas, found.state) == (replicas, state)
 
 
-def test_what_is_far_too_slow_is_urgent_unless_bursts_are_off() -> None:
+def test_very_high_latency_is_urgent_unless_bursts_are_off() -> None:
     assert not latency((0, 0, 99, 0, 0), target=10).is_urgent
     assert latency((0, 0, 0, 99, 0), target=10).is_urgent
     assert not latency((0, 0, 0, 99, 0), target=10, burst_window_s=0).is_urgent

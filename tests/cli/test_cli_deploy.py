@@ -177,7 +177,7 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert len(after) == 1
     assert after.isdisjoint(before)
     assert "Applications: 2 unchanged." in call("diff", "serve.yaml").output
-    call("delete", "mail")
+    assert call("delete", "mail").output == "mail: deleted\n"
     assert list(client.status().applications) == ["shop"]
     assert "'mail' does not exist; there are: shop." in call("delete", "mail", code=1).stderr
     assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"
@@ -186,7 +186,7 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
 
 
 @pytest.mark.parametrize("command", ["deploy", "diff"])
-def test_what_belongs_to_an_import_path_is_refused_beside_a_file(folder: Path, command: str) -> None:
+def test_options_of_import_paths_are_refused_with_a_file(folder: Path, command: str) -> None:
     for given, text in (
         (("--name", "shop"), "--name is for import paths only; set it in the file 'serve.yaml' instead"),
         (("--route-prefix", "/x"), "--route-prefix is for import paths only"),

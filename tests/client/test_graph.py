@@ -147,7 +147,7 @@ def made(value: Any = 1) -> serve.Application:
     return Caller.bind(Model.bind(value), ["text", b"bytes", 1.5, ("text",)], key=Config(Model.bind(2)))
 
 
-def test_what_did_not_change_has_the_same_version() -> None:
+def test_unchanged_code_has_the_same_version() -> None:
     application = made()
     assert versions(spec(application)) == versions(spec(application)) == versions(spec(made()))
     large = Model.bind(np.zeros(SHARED_BYTES, np.uint8))

@@ -215,7 +215,7 @@ def test_the_rollout_of_a_model_is_steered_and_replaced(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_models_rollout_cannot_do_is_refused(plan: dict[str, Any], wrong: str) -> None:
+def test_unsupported_options_of_a_models_rollout_are_refused(plan: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         serve.deployment(Plain).options(model_repository={"url": "/m", "rollout": plan})
 

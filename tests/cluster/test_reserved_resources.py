@@ -32,7 +32,7 @@ LIMIT_S = 20
         ({"license": 1, "memory": 1e9}, Offer(2, {"GPU": 1})),
     ],
 )
-def test_what_is_left_beside_replicas(occupied: Mapping[str, float], left: Offer) -> None:
+def test_the_resources_of_replicas_are_subtracted(occupied: Mapping[str, float], left: Offer) -> None:
     assert Offer(2, {"GPU": 1}).without(occupied) == left
 
 
@@ -181,7 +181,7 @@ async def test_workers_leave_and_join_while_their_resources_are_reserved() -> No
         assert declared == [Offer(2, {"GPU": 1})] * 2
 
 
-async def test_what_tasks_hold_is_announced() -> None:
+async def test_resources_that_tasks_hold_are_announced() -> None:
     announced: list[Any] = []
     async with bench(announced) as there:
         release = there.hold([there.first], 5)

@@ -63,7 +63,7 @@ def facts(spec: ApplicationSpec) -> Any:
     ).to_plain()
 
 
-def test_what_it_writes_deploys_to_the_same(folder: Path) -> None:
+def test_the_built_file_deploys_the_same_application(folder: Path) -> None:
     done = command("build", "built_shop:app", "built_shop:other", "built_shop:plain", "-o", "serve.yaml")
     assert done.exit_code == 0, done.output
     assert done.stderr == (

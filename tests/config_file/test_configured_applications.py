@@ -182,7 +182,9 @@ def test_options_of_an_application_may_be_variables(monkeypatch: pytest.MonkeyPa
         ("  args: {a: 1}\n", BadRequestError, "is already built, so it takes no arguments"),
     ],
 )
-def test_what_does_not_fit_the_code_is_refused(text: str, kind: type[Exception], expected: str) -> None:
+def test_options_that_do_not_fit_the_code_are_refused(
+    text: str, kind: type[Exception], expected: str
+) -> None:
     with pytest.raises(kind) as caught:
         built(text)
     assert expected in str(caught.value)
@@ -259,6 +261,34 @@ def test_a_version_does_not_depend_on_what_the_process_built_first() -> None:
         return found
 
     assert versions(1, 2) == versions(2, 1)
+
+
+ROUTED = """
+import daskserve as serve
+from fastapi import FastAPI
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class Routed:
+    @app.get("/")
+    def root(self): ...
+
+entry = Routed.bind()
+"""
+
+
+def test_a_version_does_not_depend_on_replicas_of_the_process(folder: Path) -> None:
+    """Loading the code of a replica changes the class that the process has imported."""
+    (folder / "routed.py").write_text(ROUTED)
+    config = application("").model_copy(update={"import_path": "routed:entry"})
+    (first,) = build_configured(config).spec.deployments
+    replica = unpack_code(first.spec.code, first.spec.parts)
+    (second,) = build_configured(config).spec.deployments
+    assert replica[0].__daskserve_app__ is not sys.modules["routed"].app
+    assert second.spec.version == first.spec.version
+    release_class_ids(forget(["routed"]))
 
 
 USING = """

@@ -121,7 +121,7 @@ async def test_applications_that_come_up_together_complete_in_few_transactions(s
 
 
 @staged(workers=4)
-async def test_what_should_run_and_has_no_replica_is_published(stage: Stage) -> None:
+async def test_backends_without_a_replica_are_published_as_unready(stage: Stage) -> None:
     assert await stage.published(UNREADY) == ()
     stage.start_s = 1.0
     idle = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 2}
@@ -250,7 +250,7 @@ async def test_an_application_without_room_fails_as_a_whole(stage: Stage) -> Non
 
 
 @staged()
-async def test_what_the_new_version_dropped_goes_after_the_new_ingress_is_up(stage: Stage) -> None:
+async def test_dropped_deployments_stop_after_the_new_ingress_is_up(stage: Stage) -> None:
     await stage.run(graph={"deep": (), "old": ("deep",), "front": ("old",)})
     stage.stopped.clear()
 
@@ -493,7 +493,7 @@ async def test_a_change_whose_replica_never_learns_its_rank_ends_with_its_time(s
         ),
     ],
 )
-def test_what_cannot_be_deployed_together_is_refused(
+def test_conflicting_deployments_are_refused(
     specs: list[ApplicationSpec], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

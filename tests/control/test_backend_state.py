@@ -292,7 +292,7 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     assert step.wake_at == bench.now + 30  # to log what it waits for
 
 
-def test_what_fits_runs_while_the_rest_waits() -> None:
+def test_replicas_that_fit_start_while_the_rest_waits() -> None:
     bench = Bench([worker(1, threads=2)])
     bench.create(num_replicas=3, actor_options={"num_cpus": 1})
     assert len(bench.step().actions) == 2
@@ -429,7 +429,7 @@ def test_a_change_of_options_alone_reaches_all_replicas_at_once_while_they_serve
     assert kinds(bench.step().actions) == [ReconfigureReplica] * 3
 
 
-def test_a_new_controller_goes_on_with_the_replica_that_is_being_reconfigured() -> None:
+def test_a_new_controller_continues_with_the_replica_that_is_being_reconfigured() -> None:
     """The new controller knows only the replica's record."""
     bench = running(num_replicas=3)
     bench.update(user_config=b"new")
@@ -696,7 +696,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         ({"max_body_bytes": 5}, {}, {"max_body_bytes": 5}),
     ],
 )
-def test_what_routers_learn_about_bodies(
+def test_body_rules_are_published_to_routers(
     config: dict[str, Any], metadata: dict[str, Any], published: dict[str, Any]
 ) -> None:
     record = backend(config={**config, "internal_metadata": metadata})

@@ -532,7 +532,7 @@ async def test_replicas_keep_off_the_workers_of_the_controller_and_the_status_sa
 
 
 @staged()
-async def test_what_a_controller_hands_over_is_all_that_its_store_has(stage: Stage) -> None:
+async def test_a_controller_hands_over_all_records_of_its_store(stage: Stage) -> None:
     await stage.create(num_replicas=2)
     await stage.endpoint()
     left = await stage.calls.call("hand_over")

@@ -87,7 +87,7 @@ async def until_gone(stage: Stage, *names: str) -> None:
 
 
 @staged()
-async def test_what_is_declared_is_built_and_runs(stage: Stage) -> None:
+async def test_declared_applications_are_built_and_run(stage: Stage) -> None:
     found = await declare(stage, config("shop"), config("mail"))
     assert found["version"] == 1
     assert found["shop"] == found["mail"] == {"status": "RUNNING", "message": ""}
@@ -107,7 +107,7 @@ async def test_every_proxy_knows_what_is_declared_before_the_wait_returns(stage:
 
 
 @staged()
-async def test_what_the_next_file_does_not_name_goes_and_what_a_program_has_deployed_stays(
+async def test_applications_missing_in_the_next_file_are_deleted_and_those_of_programs_stay(
     stage: Stage,
 ) -> None:
     await stage.run("own", {"front": ()}, route="/own")
@@ -172,7 +172,7 @@ async def test_a_caller_without_the_newest_version_gets_the_name_of_who_changed_
 
 
 @staged()
-async def test_what_cannot_be_built_says_so_and_the_version_before_keeps_serving(stage: Stage) -> None:
+async def test_a_failed_build_is_reported_and_the_previous_version_keeps_serving(stage: Stage) -> None:
     await declare(stage, config("shop"))
 
     async def refuse(name: str, worker: str) -> str | None:
@@ -460,6 +460,12 @@ async def test_a_rollback_gives_back_what_was_declared_and_nothing_undoes_it(sta
     assert (await declare(stage))["deleted"] == ["shop"]
 
 
+def goal_of_app(stage: Stage) -> str | None:
+    app = stage.store.records()["app/shop"]
+    assert isinstance(app, AppRecord)
+    return app.goal
+
+
 @staged()
 async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_changes_nothing(
     stage: Stage,
@@ -471,13 +477,16 @@ async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_cha
         await stage.call("restart", application="shop", request_id="once"),
     ]
     assert answers[0] == answers[1]
+    assert goal_of_app(stage) == answers[0]["goal"]
     await stage.calls.complete(answers[0])
     assert len(stage.running) == 2
     assert before.isdisjoint(stage.running)
     after = set(stage.running)
     await declare(stage, config("shop", num_replicas=2))
     assert set(stage.running) == after
-    await stage.calls.complete(await stage.call("restart", application="shop", deployment="d"))
+    answer = await stage.call("restart", application="shop", deployment="d")
+    assert goal_of_app(stage) is None
+    await stage.calls.complete(answer)
     assert after.isdisjoint(stage.running)
     stage.start = boom("no")
     kept = set(stage.running)

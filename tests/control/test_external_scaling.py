@@ -1,4 +1,4 @@
-"""An external scaler sets numbers of replicas: what is accepted, refused, kept and rolled back."""
+"""An external scaler sets the number of replicas: accepted, refused, kept and rolled-back requests."""
 
 from __future__ import annotations
 
@@ -145,6 +145,12 @@ async def test_a_deployment_that_is_not_in_the_application_is_not_found(
     await stage.create("classic", **OPEN)
     with pytest.raises(error, match=text):
         await stage.call("scale", application=application, name=name, number=2)
+
+
+@staged()
+async def test_scaling_without_any_application_says_that_there_is_none(stage: Stage) -> None:
+    with pytest.raises(NotFoundError, match="no application 'shop'; the applications are: none"):
+        await stage.call("scale", application="shop", name="", number=2)
 
 
 @staged(workers=4)

@@ -71,7 +71,7 @@ def test_bundles_are_placed_if_and_only_if_they_fit_together(
 
 
 @given(workers=workers_of, bundles=bundles_of, most=st.integers(1, 3))
-def test_what_has_room_several_times_can_be_placed_as_often(
+def test_a_demand_with_room_for_several_copies_can_be_placed_as_often(
     workers: list[WorkerInfo], bundles: list[dict[str, float]], most: int
 ) -> None:
     wanted = demand("PACK", *bundles)

@@ -142,7 +142,7 @@ def test_a_new_version_that_never_starts_takes_down_one_old_replica() -> None:
 
 
 @each_case("replicas", [3, 4])
-def test_what_would_not_fit_in_the_end_drains_nothing(replicas: int) -> None:
+def test_a_version_that_cannot_fit_drains_nothing(replicas: int) -> None:
     bench = full(2)
     goal = deploy(bench, "2", replicas)
     assert bench.step().actions == []

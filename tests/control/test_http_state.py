@@ -491,6 +491,20 @@ def test_hosts_of_another_cluster_are_not_waited_for() -> None:
     assert (start.worker, start.home) == ("w3", "h1")
 
 
+@each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+def test_a_start_with_another_port_on_the_same_workers_replaces_the_proxies(location: Location) -> None:
+    """The records of the instance's store have the port of the start before."""
+    proxies = Proxies(location, [HEAD_1, FAR_3])
+    proxies.settle()
+    workers = proxies.workers
+    proxies.start_id, proxies.port = "second", 9000
+    proxies.settle()
+    assert {each.port for each in proxies.state.proxies.values()} == {9000}
+    assert proxies.workers == workers
+    proxies.port = 0
+    assert not proxies.step().change
+
+
 def test_an_automatic_port_is_kept_on_another_cluster_only_if_it_is_free() -> None:
     for port in (0, 8000):
         proxies = Proxies(Location.EVERY_WORKER, [HEAD_1, HEAD_2], port=port)

@@ -103,7 +103,7 @@ def test_reports_in_quick_succession_make_no_rates_of_their_own() -> None:
     assert meter.rates is None
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_metrics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     live = LiveMetrics()
     calls = [["", f"e{number}", 1, 0] for number in range(MAX_CALLS + 5)]
     live.router("r", {"calls": calls, "queued": {}}, 10.0)

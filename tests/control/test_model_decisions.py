@@ -85,7 +85,7 @@ def test_the_first_replica_that_cannot_load_a_version_ends_the_attempt() -> None
     assert text_of(None, "it cannot be read") == "it cannot be read"
 
 
-def test_what_is_unloaded_hands_over_its_default() -> None:
+def test_an_unloaded_version_passes_the_default_on() -> None:
     record = ready("9", "10")
     assert unloaded(record, "m", "10").defaults == {"m": "9"}
     assert unloaded(record, "m", "9").defaults == {"m": "10"}
@@ -111,7 +111,7 @@ def test_the_newest_versions_of_a_folder_replace_older_ones() -> None:
     assert set(states(polled(EMPTY, folder("1", "2", "3"), 2))) == {"2", "3"}
 
 
-def test_what_replicas_have_loaded_in_their_starts_is_kept() -> None:
+def test_versions_that_replicas_loaded_during_their_start_are_kept() -> None:
     reports = {"r": report("1", default="1"), "s": report("1", default="1")}
     record = settled(adopted(EMPTY, reports), reports, 1)
     assert (states(record), record.defaults) == ({"1": "READY"}, {"m": "1"})
@@ -234,7 +234,7 @@ def test_a_third_version_of_a_model_takes_the_place_of_the_new_one() -> None:
     assert followed(unloaded(record, "m", None), PLAN, None, 7.0).rollouts == {}
 
 
-def test_what_is_asked_for_again_is_loaded_once() -> None:
+def test_a_repeated_load_request_loads_once() -> None:
     record = loaded(ready("1"), "m", "2", is_next=True)
     assert states(loaded(ready("1"), "m", "1", is_next=True)) == {"1": "READY"}
     assert loaded(ready("1"), "m", "1", is_next=True).attempts == 1

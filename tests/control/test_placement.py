@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import WorkerInfo
+from daskserve.control.observed.observed import Notes, Observed
 from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import (
@@ -52,13 +53,22 @@ def test_room_is_what_is_declared_less_what_is_used() -> None:
     assert place(state, [worker(1)], Demand("b", ({"license": 1.0},))) is None
 
 
-def test_what_tasks_hold_is_not_free() -> None:
+def test_resources_that_tasks_hold_are_not_free() -> None:
     gpu = Demand("b", ({"GPU": 1.0},))
     there = worker(resources={"GPU": 2.0}, taken_by_tasks={"GPU": 1.0})
     assert place(State(), [there], gpu) == ("w1",)
     state = state_of(replica("b#1", demand={"GPU": 1.0}))
     assert place(state, [there], gpu) is None
     assert "GPU 1 (most free on one worker: 0)" in explain(state, [there], gpu)
+
+
+def test_a_report_of_what_tasks_hold_is_noted_for_each_worker() -> None:
+    observed = Observed()
+    observed.workers = {each.address: each for each in (worker(1), worker(2))}
+    observed.notes["waits"] = Notes(waiting="no room")
+    observed.notes["runs"] = Notes()
+    assert observed.note_taken({"w1": {"GPU": 1.0}, "w2": {"GPU": 2.0}, "gone": {}}) == ["waits"]
+    assert [each.taken_by_tasks for each in observed.workers.values()] == [{"GPU": 1.0}, {"GPU": 2.0}]
 
 
 def test_waiting_replicas_claim_what_tasks_hold() -> None:

@@ -165,7 +165,7 @@ def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     check_room(bench)
 
 
-def test_what_a_worker_takes_with_it_is_free_for_others_once_the_replica_has_ended() -> None:
+def test_resources_of_a_lost_replica_are_free_once_it_has_ended() -> None:
     bench = Bench(apart(2))
     deploy(bench, strategy="STRICT_SPREAD")
     bench.settle()
@@ -340,7 +340,7 @@ EVENTS = st.sampled_from(["all", "one", "nothing", "lose", "return", "retire", "
     strategies=st.lists(st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD", ""]), min_size=1),
     events=st.lists(st.tuples(EVENTS, st.integers(0, 4)), max_size=30),
 )
-def test_whatever_happens_no_worker_is_over_committed(
+def test_no_sequence_of_changes_overcommits_a_worker(
     strategies: list[str], events: list[tuple[str, int]]
 ) -> None:
     bench = Bench(apart(3, threads=4))

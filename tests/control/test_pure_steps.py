@@ -212,7 +212,7 @@ def test_a_store_that_refuses_commits_makes_one_failure_count_once() -> None:
     assert starts[1] - starts[0] < 8 * 0.2 + START_RETRY_S + 0.2
 
 
-def test_what_follows_a_change_holds_if_the_store_has_it_after_all() -> None:
+def test_later_steps_hold_if_the_store_has_an_unconfirmed_change() -> None:
     """The store's answer is lost. Once the records are read again, the change counts as confirmed."""
 
     class Unheard(MemoryStore):

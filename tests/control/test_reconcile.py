@@ -185,7 +185,7 @@ async def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again(sta
 
 
 @staged(workers=4)
-async def test_serving_goes_on_while_the_store_is_out_of_reach(stage: Stage) -> None:
+async def test_serving_continues_while_the_store_is_out_of_reach(stage: Stage) -> None:
     await stage.create(num_replicas=2)
     before = await stage.published("backend/b")
     stage.store.failures = 10**6
@@ -598,7 +598,7 @@ async def test_an_instance_at_rest_writes_starts_and_publishes_nothing(stage: St
 
 
 @staged()
-async def test_what_is_stored_is_plain_and_says_its_format(stage: Stage) -> None:
+async def test_stored_records_are_plain_and_have_a_format_number(stage: Stage) -> None:
     await stage.create()
     stored = {key: msgpack.unpackb(data) for key, data in stage.store.data.items()}
     assert {each["format"] for each in stored.values()} == {1}

@@ -170,7 +170,7 @@ def fields(**changes: Any) -> bytes:
         ("unknown/b", encode(backend())),
     ],
 )
-def test_what_cannot_be_read_is_named(key: str, data: bytes) -> None:
+def test_unreadable_records_are_named(key: str, data: bytes) -> None:
     with pytest.raises(CorruptRecordError, match=f"Record '{key}' cannot be read"):
         decode(key, data)
 

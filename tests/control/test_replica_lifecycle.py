@@ -60,7 +60,7 @@ def test_a_move_takes_other_changes_along() -> None:
     assert waiting.worker is None
 
 
-def test_what_is_wanted_is_what_may_be_given_up() -> None:
+def test_only_wanted_replicas_are_in_the_stop_order() -> None:
     assert set(STOP_ORDER) == WANTED_STATES
     assert STOP_ORDER == (ReplicaState.SHOULD_START, ReplicaState.STARTING, ReplicaState.RUNNING)
 

@@ -148,7 +148,7 @@ def test_where_workers_are_given_back_the_emptiest_are_emptied_first() -> None:
     assert stopped(2, replicas, criteria) == ["b#1", "b#0", "b#4"]
 
 
-def test_what_does_not_run_yet_goes_before_what_serves_wherever_it_is() -> None:
+def test_starting_replicas_stop_before_running_ones_on_any_worker() -> None:
     replicas = [*spread("w1", "w1"), replica("b#9", S.STARTING, worker="w2")]
     assert stopped(2, replicas, EvictionCriteria()) == ["b#9"]
 

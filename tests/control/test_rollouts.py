@@ -213,7 +213,7 @@ def test_a_number_that_an_operator_sets_meanwhile_is_that_of_both_versions_and_s
     assert bench.running() == {"1": 10, "3": 1}, "the new version begins with the number of its options"
 
 
-def test_what_replicas_of_both_versions_report_is_taken_note_of_once() -> None:
+def test_reports_of_replicas_of_both_versions_are_handled_once() -> None:
     bench = RolloutBench()
     tags = {each.version: each.tag for each in bench.state.replicas_of("b")}
     bench.observed.configured.update(dict.fromkeys(tags.values(), "c"))
@@ -282,7 +282,7 @@ def test_the_retry_of_a_promotion_changes_nothing() -> None:
 
 
 @each_case("needs", [{"min_requests": 1000}, {"min_requests": 0, "gates": []}])
-def test_a_version_whose_replicas_are_lost_does_not_go_on(needs: Mapping[str, Any]) -> None:
+def test_a_version_whose_replicas_are_lost_does_not_continue(needs: Mapping[str, Any]) -> None:
     bench = RolloutBench({**PLAN, "steps": ["10%"], **needs})
     bench.answer((5, 0), (50, 0))
     (new,) = (each for each in bench.state.replicas_of("b") if each.version == "2")
@@ -361,7 +361,7 @@ def test_a_rollout_waits_for_room_and_says_so() -> None:
     assert bench.share() == 0.0
 
 
-def test_a_new_controller_goes_on_where_the_old_one_was() -> None:
+def test_a_new_controller_continues_where_the_old_one_was() -> None:
     bench = RolloutBench()
     bench.after(20)
     heir = RolloutBench()

@@ -87,7 +87,7 @@ def test_a_worker_that_was_emptied_takes_over_no_replicas() -> None:
         {"gang_scheduling_config": {"gang_size": 2}},
     ],
 )
-def test_what_chooses_its_places_otherwise_stays(why: dict[str, Any]) -> None:
+def test_replicas_with_their_own_placement_are_not_moved(why: dict[str, Any]) -> None:
     assert moves(crowd(2, **why), observed(W1, W2)) is None
 
 

@@ -1,4 +1,4 @@
-"""The target capacity of an instance: recorded, in force at once, and rolled back as a whole."""
+"""The target capacity of an instance: it is recorded, applies at once, and is fully reset."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_an_external_scalers_number_is_one_at_full_capacity() -> None:
     assert (back.num_replicas, back.full_replicas) == (4, 8)
 
 
-def test_what_a_failed_change_goes_back_to_has_the_capacity_of_now() -> None:
+def test_a_rolled_back_record_has_the_current_capacity() -> None:
     bench = Bench()
     bench.create(autoscaling_config=OPTIONS)
     bench.settle()

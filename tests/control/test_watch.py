@@ -7,13 +7,14 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import pytest
 from controller_harness import ScriptedReplica, Stage, staged
 
 from daskserve.cluster.protocols.base import ANSWER_S, EPOCH_BITS, ActorSpec, TaskRequest
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
-from daskserve.control.observed.watch import FOLLOW_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.control.observed.watch import FOLLOW_S, MISSES, PERIOD_S, RESTART_RETRY_S, SWEEP_S
 from daskserve.data.caller.calls.handle import routers_of
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, NotRunningError, StaleEpochError, UnavailableError
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ProxyStart
 from daskserve.testing import run_virtual
@@ -81,6 +82,8 @@ async def test_a_replica_that_loads_models_is_polled_until_it_has_them(stage: St
     assert len(looks) == 3
     assert looks[-1] - looks[0] <= 3 * FOLLOW_S < PERIOD_S / 2
     assert (await stage.published("models/b"))[replica.tag]["loaded"] == ("m",)
+    await stage.delete("b")
+    assert await stage.published("models/b") is None, "nothing else has changed since then"
 
 
 @staged()
@@ -128,6 +131,50 @@ async def test_a_worker_that_hangs_with_a_proxy_is_restarted(stage: Stage) -> No
     await stage.until(lambda: set(stage.proxies) and worker not in stage.proxies, timeout_s=NOTICED_S)
     assert worker not in {each.address for each in stage.cluster.workers()}
     assert len((await stage.call("wait_for_http", timeout_s=5))["urls"]) == 1
+
+
+@staged(workers=4)
+async def test_an_unresponsive_worker_that_leaves_the_cluster_is_forgotten(stage: Stage) -> None:
+    await stage.create(num_replicas=2)
+    victim = await not_on_the_controllers_worker(stage)
+    stage.cluster.suspend_worker(victim.worker)
+    await stage.until(lambda: len(stage.started) == 3, timeout_s=NOTICED_S)
+    stage.cluster.remove_worker(victim.worker)
+    await stage.clock.sleep(2 * PERIOD_S)
+    assert list((await stage.call("status"))["unresponsive_workers"]) == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "attempts"),
+    [
+        pytest.param([None], 1, id="the worker restarts"),
+        pytest.param(
+            [UnavailableError("the scheduler is away"), OSError("reset"), None], 3, id="unavailable"
+        ),
+        pytest.param([StaleEpochError("a newer controller")], 1, id="a newer controller"),
+        pytest.param([NotRunningError("no such instance")], 1, id="the instance has ended"),
+    ],
+)
+@staged(http=HTTPOptions(location=Location.HEAD_ONLY), workers=4)
+async def test_the_restart_of_a_worker_with_a_proxy_is_repeated_only_while_it_is_unavailable(
+    stage: Stage, outcomes: list[Exception | None], attempts: int
+) -> None:
+    await stage.call("wait_for_http", timeout_s=5)
+    (worker,) = stage.proxies
+    asked = list[str]()
+
+    async def restart_worker(epoch: int, worker: str) -> None:
+        asked.append(worker)
+        error = outcomes[min(len(asked), len(outcomes)) - 1]
+        if error is not None:
+            raise error
+
+    process = stage.cluster.process((await stage.cluster.program.controller()).worker)
+    process.restart_worker = restart_worker  # type: ignore[method-assign]
+    stage.cluster.suspend_worker(worker)
+    await stage.clock.sleep(NOTICED_S + 5 * RESTART_RETRY_S)
+    stage.cluster.suspend_worker(worker, is_suspended=False)
+    assert asked == [worker] * attempts
 
 
 @staged(workers=4)
@@ -354,7 +401,7 @@ async def test_a_draining_replica_keeps_its_grace_if_only_the_connection_to_it_b
 
 
 @staged(workers=3)
-async def test_what_a_retiring_worker_holds_moves_before_it_goes(stage: Stage) -> None:
+async def test_actors_of_a_retiring_worker_move_before_it_ends(stage: Stage) -> None:
     await stage.create(num_replicas=3)
     await stage.endpoint()
     leaving = (await stage.cluster.program.controller()).worker

@@ -97,7 +97,7 @@ async def test_a_complete_change_is_not_withdrawn(stage: Stage) -> None:
 
 @each_case("is_complete", [True, False])
 @staged()
-async def test_what_others_ask_of_a_deployment_is_not_withdrawn_with_its_deploy(
+async def test_changes_by_other_programs_are_not_withdrawn_with_a_deploy(
     stage: Stage, is_complete: bool
 ) -> None:
     stage.start = None if is_complete else hang

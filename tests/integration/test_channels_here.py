@@ -21,8 +21,7 @@ from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP
 from daskserve.cluster.channel.wire import sharing
 from daskserve.cluster.channel.wire.frames import OPEN, FramePacker
-from daskserve.cluster.channel.wire.parts import HEAD, SIZE
-from daskserve.cluster.channel.wire.transport import MAGIC
+from daskserve.cluster.channel.wire.transport import HEAD, MAGIC, SIZE
 from daskserve.cluster.dask.connection import connection_of
 from daskserve.cluster.scheduler.supervisor import PLUGIN_NAME
 from daskserve.common.types import ActorAddress

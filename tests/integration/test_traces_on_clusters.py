@@ -139,8 +139,9 @@ async def apart(request: Any) -> str:
 
 
 def test_code_in_a_process_of_its_own_has_its_spans_in_the_trace(dask: Client, collector: Collector) -> None:
+    http_options = {"port": 0, "replicas_listen": False}  # otherwise there is no route to a replica
     with serve.start(
-        dask_client=dask, http_options={"port": 0}, tracing_config={"sampling_ratio": 0}
+        dask_client=dask, http_options=http_options, tracing_config={"sampling_ratio": 0}
     ) as client:
         client.run(apart.bind())
         fetch(client.http_urls()[0], headers={"traceparent": PARENT})

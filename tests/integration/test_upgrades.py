@@ -66,7 +66,9 @@ def test_a_new_cluster_takes_over_and_no_request_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_without_it(tmp_path: Path) -> None:
+def test_an_instance_keeps_its_store_until_another_one_serves_and_continues_without_it(
+    tmp_path: Path,
+) -> None:
     options: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/store.db", "name": "shared"}
     with nannied_cluster(2) as old_dask, dask_cluster() as new_dask:
         old = serve.start(dask_client=old_dask, http_options={"port": 0}, **options)

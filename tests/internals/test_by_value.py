@@ -27,7 +27,7 @@ print(len(cases))
 """
 
 
-def test_what_a_program_defines_works_where_the_program_is_not(tmp_path: Path) -> None:
+def test_code_of_a_program_works_without_the_program(tmp_path: Path) -> None:
     file = str(tmp_path / "pickled")
     subprocess.run([sys.executable, str(PROGRAM), file], check=True, cwd=tmp_path)
     receiver = [sys.executable, "-c", RECEIVER, file]

@@ -256,7 +256,7 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
     }
 
 
-def test_what_cannot_be_pickled_is_named_with_the_way_to_it_and_a_remedy(
+def test_unpicklable_values_are_named_with_their_path_and_a_remedy(
     unpicklable: dict[str, tuple[Any, str, str]],
 ) -> None:
     for name, (value, way, remedy) in unpicklable.items():

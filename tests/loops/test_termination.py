@@ -100,7 +100,7 @@ def test_a_handler_that_was_put_in_front_is_kept_and_calls_on(ended: list[int], 
     assert (len(begun.dones), ended) == (0 if is_removed else 1, [signal.SIGTERM])
 
 
-def test_what_ends_while_another_has_taken_the_signal_sends_none(ended: list[int]) -> None:
+def test_no_signal_is_sent_if_another_handler_was_installed(ended: list[int]) -> None:
     """Dask restores the default handler when its program ends; a signal would then change the exit status."""
     begun = Begun()
     on_sigterm(begun)
@@ -147,7 +147,7 @@ def test_a_forked_child_ends_by_the_signal(ended: list[int]) -> None:
     assert len(begun.dones) == 1  # nothing is held back in this process
 
 
-async def test_what_runs_on_an_event_loop_is_done_with_its_task(ended: list[int]) -> None:
+async def test_a_handler_on_an_event_loop_ends_with_its_task(ended: list[int]) -> None:
     may_end = asyncio.Event()
     remove = on_sigterm(begin_on(asyncio.get_running_loop(), lambda: asyncio.ensure_future(may_end.wait())))
     sigterm()

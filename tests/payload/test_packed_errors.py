@@ -157,7 +157,7 @@ def test_an_error_keeps_its_class_its_text_and_its_values(error: BaseException) 
         assert found.code == 402  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_pickled_is_left_out_and_nothing_else() -> None:
+def test_only_unpicklable_parts_of_an_error_are_left_out() -> None:
     found = crossed(raised(Locked()))
     assert type(found) is Locked
     assert found.args[0] == "locked"
@@ -320,6 +320,12 @@ def test_notes_of_any_kind_do_no_harm() -> None:
         error = ValueError("v")
         error.__notes__ = notes  # type: ignore[assignment]
         assert type(crossed(error)) is ValueError
+
+
+def test_a_traceback_among_the_values_of_an_error_is_left_out() -> None:
+    error: Any = raised(ApiError("a", response=None))
+    error.where = [error.__traceback__, "kept"]
+    assert crossed(error).where == [None, "kept"]  # type: ignore[attr-defined]
 
 
 RAN: list[str] = []

@@ -281,9 +281,12 @@ def test_memory_is_bounded_by_number_and_by_size() -> None:
     assert [each["message"] for each in ring.rows()] == ["failed"]
     ring.add_traceback(failed, "t" * 20_000)
     assert not len(ring)
+    for number in range(5):
+        ring.add(record("%s", number), REPLICA)
+    assert len(ring) == 5, "nothing of the others counts any more"
 
 
-def test_what_is_kept_is_text_whatever_is_logged() -> None:
+def test_kept_records_are_text_for_any_logged_value() -> None:
     class Rude:
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -418,6 +421,14 @@ def test_a_query_finds_the_newest_or_what_came_later() -> None:
     assert texts(grep="4") == "4"
     assert texts(rows[2]["number"], limit=3) == "345"
     assert [each["message"] for each in ring.rows(rows[7]["number"])] == ["8", "9"]
+
+
+@each_case("field", ["request_id", "trace_id", "message", "exception"])
+def test_a_query_finds_the_records_of_one_request(field: str) -> None:
+    ring = Ring()
+    ring.add(record("asked"), REPLICA)
+    rows = [{**each, field: text} for each in ring.rows() for text in ("a-3", "a-30", "b-3", "")]
+    assert [each[field] for each in Query(grep="a-3").select(rows)] == ["a-3", "a-30"]
 
 
 def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> None:

@@ -324,7 +324,7 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(colle
     assert samples["trace_spans_failed"] + samples["trace_spans_dropped"] == 4 * MAX_PENDING
 
 
-def test_who_ends_spans_exports_those_that_are_encoded_quickly(
+def test_the_code_that_ends_spans_exports_those_that_are_encoded_quickly(
     collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "GATHER_S", 60)  # the thread takes none

@@ -465,6 +465,10 @@ class Observed:
         self.model_problems.pop(tag, None)
         self.router_errors.forget(tag)
 
+    def take_reports(self) -> dict[str, Any]:
+        """Return the reports of replicas to publish, by key, that have changed since the last call."""
+        return {**self.multiplexed.take_changes(), **self.routing_stats.take_changes()}
+
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record was removed."""
         levels: tuple[dict[ReplicaTag, Any], ...] = (

@@ -105,7 +105,7 @@ async def test_a_view_is_read_only_and_starts_at_its_offset(writer: Segments, re
     assert not np.frombuffer(view, np.uint8).flags.writeable
 
 
-async def test_what_is_not_used_again_is_closed(
+async def test_unused_segments_are_closed(
     monkeypatch: pytest.MonkeyPatch, writer: Segments, reader: Segments
 ) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.01)

@@ -15,8 +15,7 @@ import pytest
 from open_segments import open_segments
 
 from daskserve.cluster.channel.wire import sharing
-from daskserve.cluster.channel.wire.frames import MEMORY
-from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import MEMORY, OutOfBand
 from daskserve.cluster.channel.wire.segments import (
     HAS_SEGMENTS,
     Mapping,

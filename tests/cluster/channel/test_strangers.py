@@ -23,8 +23,7 @@ from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, dial_w
 from daskserve.cluster.channel.connect.handshake import HELLO_BYTES, UntrustedPeerError
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.wire.parts import HEAD, SIZE
-from daskserve.cluster.channel.wire.transport import MAGIC
+from daskserve.cluster.channel.wire.transport import HEAD, MAGIC, SIZE
 from daskserve.cluster.distributed_internals import stream_of
 from daskserve.common.types import (
     ActorAddress,

@@ -304,7 +304,7 @@ async def _overtaken(instances: Instances) -> tuple[OwnedStore, OwnedStore]:
 
 
 @pytest.mark.parametrize("notices", ["looks", "commits", "loads", "loses its controller"])
-async def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(
+async def test_an_instance_that_was_overtaken_continues_from_its_own_records(
     notices: str, instances: Instances
 ) -> None:
     old, new = await _overtaken(instances)
@@ -455,7 +455,7 @@ async def _opened(store: OwnedStore, **begun: Any) -> AsyncIterator[OwnedStore]:
 
 
 @pytest.mark.parametrize("kind", ["folder", pytest.param("sqlite", marks=pytest.mark.nightly)])
-def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(
+def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_continues(
     kind: str, tmp_path: Path
 ) -> None:
     """The next start finds all changes that were acknowledged before."""

@@ -116,7 +116,7 @@ async def test_records_in_memory_come_from_the_worker_with_the_controller_only()
 
 
 @pytest.mark.virtual_time
-async def test_what_the_newest_controller_knew_counts() -> None:
+async def test_the_next_scheduler_uses_the_records_of_the_newest_controller() -> None:
     scheduler = NextScheduler("w1", "w2")
     ask = scheduler.reconnects.bring_back
     await ask(LOST, "w1", workers=["w1", "w2", "w3"], epoch=8, records=RECORDS)

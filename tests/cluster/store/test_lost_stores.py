@@ -112,7 +112,9 @@ async def test_a_bucket_that_is_emptied_takes_no_changes(caplog: pytest.LogCaptu
     assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {"a": b"1"}
 
 
-async def test_what_the_controller_does_by_itself_goes_on(make: MakeStore, tmp_path: Path) -> None:
+async def test_changes_of_the_controller_itself_continue_without_a_store(
+    make: MakeStore, tmp_path: Path
+) -> None:
     """Replicas that die are replaced, and a new controller finds the records of the old one."""
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()

@@ -189,7 +189,7 @@ def test_a_policy_that_does_not_load_is_retried_and_logged_once(
     ]
 
 
-def test_what_is_wrong_with_options_and_a_policy_that_fails_is_logged_once(
+def test_wrong_options_and_a_failing_policy_are_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -175,7 +175,7 @@ def test_a_request_that_times_out_leaves() -> None:
 # ---- results
 
 
-def test_what_may_stand_in_the_place_of_an_output() -> None:
+def test_errors_and_none_may_replace_an_output() -> None:
     broken = ValueError("broken")
 
     def answer(active: list[ActiveRequest]) -> list[Any]:
@@ -496,7 +496,7 @@ def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
 
 
 @each_case("where", ["step", "result", "prefill", "state"])
-def test_a_request_that_finds_no_memory_waits_and_goes_on_later(where: str) -> None:
+def test_a_request_that_finds_no_memory_waits_and_continues_later(where: str) -> None:
     async def scenario(model: Model) -> None:
         most = 2
 
@@ -635,7 +635,7 @@ def test_a_request_that_resumes_while_a_thread_chooses_the_step_is_not_lost() ->
     run_virtual(main)
 
 
-def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> None:
+def test_a_request_that_is_paused_after_its_caller_has_read_all_continues() -> None:
     async def main() -> None:
         engine, request = driven(), ActiveRequest()
         outputs = stream(lambda: (engine, request))
@@ -650,7 +650,7 @@ def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> Non
     run_virtual(main)
 
 
-def test_a_call_can_go_on_where_another_one_has_ended() -> None:
+def test_a_call_can_continue_where_another_one_has_ended() -> None:
     async def scenario(model: Model) -> None:
         assert await collect(model.count(5, resume_from=[0, 1, 2])) == [3, 4]
         assert model.prefilled == [[(5, 3)]]

@@ -178,7 +178,7 @@ class Losing:
         return Stream()
 
 
-def test_a_stream_goes_on_at_another_replica() -> None:
+def test_a_stream_continues_at_another_replica() -> None:
     async def main() -> None:
         handle: Any = Losing(ActorLostError("its worker died"))
         assert [each async for each in resume_stream(handle, 5)] == [0, 1, 2, 3, 4]

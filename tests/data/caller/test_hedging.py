@@ -102,7 +102,7 @@ async def test_a_deployment_that_is_slow_everywhere_gets_no_more_than_the_budget
     assert 1 < sent <= 1.05 + 5 / 300  # with what the first 100 have saved up
 
 
-async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_later() -> None:
+async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_attempt_later() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     answers.hedging._saved = 0.0
@@ -125,7 +125,7 @@ async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_la
 @pytest.mark.parametrize(
     ("saved", "begins_s"), [(9.0, 0.0101), (5.0, 0.0101), (2.5, 0.01515), (1.0, 0.01818)]
 )
-async def test_the_less_of_the_budget_is_left_the_later_a_second_try_begins(
+async def test_the_less_of_the_budget_is_left_the_later_a_second_attempt_begins(
     saved: float, begins_s: float
 ) -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
@@ -160,7 +160,7 @@ async def warm(answers: Answers) -> None:
     answers.stage.replicas.asked.clear()
 
 
-async def test_the_second_try_goes_to_another_replica_and_a_failed_one_leaves_the_other() -> None:
+async def test_the_second_attempt_goes_to_another_replica_and_a_failed_one_leaves_the_other() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     asked = answers.stage.replicas.asked
@@ -177,7 +177,7 @@ async def test_the_second_try_goes_to_another_replica_and_a_failed_one_leaves_th
     assert answers.got == asked[:1]
 
 
-async def test_a_second_try_receives_an_empty_body_and_no_disconnect_while_the_client_stays() -> None:
+async def test_a_second_attempt_receives_an_empty_body_and_no_disconnect_while_the_client_stays() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     received: list[Message] = []
@@ -203,7 +203,7 @@ async def test_a_second_try_receives_an_empty_body_and_no_disconnect_while_the_c
     assert answers.got == [0, 1, 2, 3, 4]
 
 
-async def test_an_error_is_raised_at_once_without_a_second_try() -> None:
+async def test_an_error_is_raised_at_once_without_a_second_attempt() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
 
@@ -229,7 +229,7 @@ async def test_a_caller_that_leaves_cancels_both_tries() -> None:
     assert len(answers.stage.replicas.cancelled) == 2
 
 
-async def test_a_request_that_still_waits_gets_no_second_try() -> None:
+async def test_a_request_that_still_waits_gets_no_second_attempt() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     answers.stage.publish("r0", concurrency=1, hedging=HEDGED)

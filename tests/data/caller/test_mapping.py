@@ -150,7 +150,7 @@ def test_lost_items_are_called_again_and_suspects_one_at_a_time() -> None:
         (NotFoundError(), None),
     ),
 )
-def test_what_follows_a_failure(error: Exception, expected: Retry | None) -> None:
+def test_rules_decide_what_follows_a_failure(error: Exception, expected: Retry | None) -> None:
     assert Rules(retries=1).after(error, Attempts()) == expected
 
 
@@ -299,7 +299,7 @@ def test_wrong_options_are_refused(client: serve.Client, options: dict[str, Any]
         client.get_handle("double").map([1], **options)
 
 
-def test_what_cannot_be_mapped_is_refused(client: serve.Client) -> None:
+def test_invalid_arguments_of_map_are_refused(client: serve.Client) -> None:
     handle = client.get_handle("double")
     with pytest.raises(BadRequestError, match="needs an iterable of items; got 5"):
         handle.map(5)  # type: ignore[arg-type]

@@ -201,7 +201,7 @@ def test_the_options_of_the_built_in_routers_have_limits(
         made.initialize_state(**options)
 
 
-def test_what_is_no_router_is_not_loaded() -> None:
+def test_classes_that_are_no_routers_are_refused() -> None:
     for path, message in (
         ("collections:Counter", "is no class with a method choose_replicas"),
         ("json:dumps", "is no class with a method choose_replicas"),
@@ -535,7 +535,7 @@ def _endless(replicas: Any, request: Any) -> Any:
         (_endless, "answer", "which is no"),
     ],
 )
-async def test_a_router_that_fails_is_reported_once_and_requests_go_on(
+async def test_a_router_that_fails_is_reported_once_and_requests_continue(
     function: Any, kind: str, text: str, answers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers(function)
@@ -676,6 +676,24 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     assert router.received[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
     assert router.app_name == "a"
     assert stage.routing.errors.fallbacks == {}
+    stage.routing.close()
+
+
+async def test_replicas_without_a_model_are_ranked_by_the_number_of_their_models(answers: Any) -> None:
+    ranks = list[list[list[str]]]()
+
+    def answer(replicas: list[RunningReplica], request: PendingRequest) -> Any:
+        ranked = MultiplexMixin.rank_replicas_via_multiplex(None, replicas, "m")  # type: ignore[arg-type]
+        ranks.append([[each.replica_id.unique_id for each in rank] for rank in ranked])
+        return ranked
+
+    answers(answer)
+    stage = await custom()
+    stage.ask()  # the router knows the replicas
+    models = {"r0": {"a", "b"}, "r1": {"m", "a"}, "r2": {"a"}, "r3": {"b"}}
+    stage.routing.show_models(lambda tag: frozenset(models[tag]))
+    stage.ask(call("", multiplexed_model_id="m"))
+    assert ranks[-1] == [["r1"], ["r2", "r3"], ["r0"]]
     stage.routing.close()
 
 

@@ -177,7 +177,7 @@ def test_orjson_is_used_where_it_is_installed(echo: serve.Handle, monkeypatch: p
     assert handle.remote((1, 2)).result(DEADLINE_S) == [1, 2]  # JSON has no tuples
 
 
-def test_what_a_format_cannot_hold_is_refused(echo: serve.Handle) -> None:
+def test_values_that_a_format_cannot_hold_are_refused(echo: serve.Handle) -> None:
     with pytest.raises(BadRequestError, match="cannot be serialized with msgpack"):
         echo.options(request_serialization="msgpack").remote(object())
     with pytest.raises(UserCodeError, match="cannot be serialized with msgpack"):
@@ -463,6 +463,19 @@ def test_a_dispatched_call_ends_at_its_timeout_and_frees_the_slot(client: Client
     run(main())
 
 
+def test_a_dispatched_call_that_is_cancelled_frees_the_slot(client: Client) -> None:
+    client.deploy("cancelled", Echo, config={"max_concurrent_queries": 1})
+    handle = client.get_handle("cancelled")
+
+    async def main() -> None:
+        async with handle.choose_replica() as selection:
+            hanging = handle.options(method_name="hang").dispatch(selection)
+            hanging.cancel()
+            assert await asyncio.wait_for(handle.remote(1), DEADLINE_S) == 1
+
+    run(main())
+
+
 def test_reserved_slots_are_taken_from_others(client: Client) -> None:
     client.deploy("reserved", Echo, config={"max_concurrent_queries": 1, "max_queued_requests": 1})
     handle = client.get_handle("reserved")
@@ -499,7 +512,7 @@ def test_a_selection_is_for_its_own_deployment_and_replica(client: Client, echo:
 # ---- the end
 
 
-def test_a_shut_down_handle_fails_and_others_go_on(client: Client, echo: serve.Handle) -> None:
+def test_a_shut_down_handle_fails_and_others_continue(client: Client, echo: serve.Handle) -> None:
     other = echo.options(method_name="__call__")
     echo.shutdown()
     with pytest.raises(ClosedError, match="was shut down"):

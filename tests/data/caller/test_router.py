@@ -1509,7 +1509,7 @@ async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage
     assert now() == 0
 
 
-async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(stage: Stage) -> None:
+async def test_requests_that_wait_continue_when_their_replica_can_be_reached_again(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.routes.tell("worker-of-r1", Reachability.NONE)
     stage.send(backend)
@@ -1520,7 +1520,7 @@ async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(
     assert stage.replicas.asked == ["r1"]
 
 
-async def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_once(stage: Stage) -> None:
+async def test_requests_at_a_silent_worker_are_given_up_once(stage: Stage) -> None:
     stage.backend("r1", "r2")
     stage.listener.tell(SILENT_WORKERS, ["worker-of-r1"])
     stage.listener.tell(SILENT_WORKERS, ["worker-of-r1", "worker-of-r2"])
@@ -1571,7 +1571,7 @@ async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> Non
 # ---- rollouts
 
 
-async def test_what_waits_for_a_new_version_gets_the_replicas_that_come_after_the_rollout(
+async def test_requests_that_wait_for_a_new_version_get_the_replicas_after_the_rollout(
     stage: Stage,
 ) -> None:
     router = stage.endpoint({"b": 1.0})

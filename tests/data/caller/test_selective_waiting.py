@@ -323,7 +323,7 @@ async def test_a_model_is_not_loaded_by_a_second_replica_because_the_first_takes
     assert backend.in_flight == 0
 
 
-async def test_a_second_try_goes_only_where_the_router_would_send_it() -> None:
+async def test_a_second_attempt_goes_only_where_the_router_would_send_it() -> None:
     stage, backend = await hedging(lambda *_: 0.01, router=HASHED)
     stage.replicas.handler = None
     bound = stage.send(backend, idempotent("same"))
@@ -377,7 +377,7 @@ async def test_a_session_is_found_where_the_options_of_now_say_it_is() -> None:
     assert envelopes[1].routed.metadata.session_id == "two"
 
 
-async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_try() -> None:
+async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_attempt() -> None:
     stage, backend = await hedging(lambda *_: 0.01)
     lost = ActorLostError("gone", begun=True)
     # The second attempt is lost. From then on, the request is a suspect, which gets no second attempts.

@@ -108,7 +108,9 @@ async def test_a_request_may_name_its_version_and_is_not_counted() -> None:
         ("the client left", 200, ConnectionResetError(), None),
     ],
 )
-def test_what_counts(why: str, status: int, error: Exception | None, expected: list[int] | None) -> None:
+def test_outcomes_are_counted_by_status_and_error(
+    why: str, status: int, error: Exception | None, expected: list[int] | None
+) -> None:
     async def scenario() -> None:
         stage = Stage(share=1.0)
         stage.status, stage.error = status, error

@@ -154,7 +154,7 @@ def test_code_without_the_method_is_not_called(definition: Any) -> None:
     run(scenario, definition)
 
 
-def test_nothing_is_called_unless_somebody_asks() -> None:
+def test_nothing_is_called_without_a_reader() -> None:
     async def scenario(replica: Replica) -> None:
         await replica.statistics()
         replica.samples()

@@ -139,7 +139,7 @@ APP = Starlette()
 # ---- what is known before anything runs
 
 
-def test_what_a_definition_says_of_itself() -> None:
+def test_facts_are_read_from_a_definition() -> None:
     for definition, blocking, asgi, batches, methods in [
         (plain, True, False, False, {CALL}),
         (coroutine, False, False, False, {CALL}),

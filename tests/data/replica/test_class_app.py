@@ -600,7 +600,7 @@ OTHERS = ["/admin/", "/plus", "/starlette", "/sub/more"]
 
 
 @pytest.mark.parametrize("loads", ["once", "twice", "twice, not complete"])
-def test_what_a_constructor_adds_belongs_to_its_replica(loads: str) -> None:
+def test_routes_that_a_constructor_adds_belong_to_its_replica(loads: str) -> None:
     cls = shop_that_adds()
     data = dump_bytes(cls)
     servables = [Servable(cls if loads == "once" else load_bytes(data), ("a",), {})]
@@ -752,7 +752,7 @@ def test_a_class_without_methods_serves_any_asgi_application() -> None:
     assert (made.args, made.kwargs) == ((1,), {"key": 2})
 
 
-def test_what_is_an_ingress_may_be_mounted_in_another() -> None:
+def test_an_ingress_application_may_be_mounted_in_another() -> None:
     outer, inner = FastAPI(), FastAPI()
     inner.add_api_route("/inner", lambda: "inner")
     outer.add_api_route("/outer", lambda: "outer")

@@ -242,6 +242,7 @@ def test_an_error_over_http_is_logged_once_with_the_request_id(
     assert record.name == "daskserve.replica"
     assert record.getMessage().startswith(f"Request id-42 to {backend}#")
     assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], BaseException)
 
 
 @pytest.mark.parametrize("path", ["/app/refuse", "/app/open"])

@@ -172,7 +172,7 @@ def test_calls_of_the_code_are_cancelled_after_the_code_itself() -> None:
 
 
 @pytest.mark.parametrize("by_timeout", [False, True])
-def test_what_code_cancels_itself_leaves_its_calls_alone(by_timeout: bool) -> None:
+def test_tasks_that_code_cancels_itself_do_not_cancel_its_calls(by_timeout: bool) -> None:
     async def code() -> None:
         if by_timeout:
             with pytest.raises(TimeoutError):
@@ -192,7 +192,7 @@ def test_what_code_cancels_itself_leaves_its_calls_alone(by_timeout: bool) -> No
     run(scenario)
 
 
-def test_code_that_goes_on_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
+def test_code_that_continues_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
     async def stubborn() -> str:
         try:
             await asyncio.sleep(60)

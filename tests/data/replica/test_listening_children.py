@@ -1,4 +1,4 @@
-"""The messages of a worker to children that serve connections, and the requests that these may answer."""
+"""What a worker tells the children that serve connections, and which requests they may answer."""
 
 from __future__ import annotations
 
@@ -97,6 +97,8 @@ class Child:
     async def call(self, verb: str, **message: Any) -> Any:
         if self.is_lost:
             raise ActorLostError("gone", begun=False)
+        for _ in range(5):  # a process does not answer at once
+            await asyncio.sleep(0)
         self.calls.append((verb, message))
         return self.counted if verb == "stop_listening" else None
 

@@ -17,6 +17,7 @@ from replica_harness import Reply, body_messages, http, make, our_threads, repli
 from replica_harness import call as call_method
 from replica_starts import reconfiguration, replica_start
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -899,6 +900,19 @@ def double(requests: list[Any]) -> list[Any]:
 
 
 @accept_batch
+def refuse(requests: list[Any]) -> list[Any]:
+    raise HTTPException(418, "teapots only")
+
+
+def test_an_http_error_for_a_batch_is_the_response_to_each_of_its_requests() -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = await asyncio.gather(http(replica), http(replica))
+        assert [(each.status, each.body) for each in answers] == [(418, b"teapots only")] * 2
+
+    run(scenario, refuse, max_batch_size=2, batch_wait_timeout=60.0)
+
+
+@accept_batch
 async def double_async(requests: list[Any]) -> list[Any]:
     return double(requests)
 
@@ -1386,7 +1400,7 @@ def test_batches_of_both_kinds_are_counted_by_method() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) -> None:
+def test_requests_that_wait_for_their_batch_are_counted_as_queued(event_loop: str) -> None:
     class Batches:
         @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
         async def double(self, numbers: list[int]) -> list[int]:

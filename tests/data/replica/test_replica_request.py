@@ -205,7 +205,7 @@ EVENTS: dict[str, Callable[[ScriptedRequest], None]] = {
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS))), st.booleans())
-def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
+def test_any_sequence_of_events_frees_the_slot_once_and_counts_the_request_once(
     names: list[str], ends_when_cancelled: bool
 ) -> None:
     answer = ScriptedRequest(ends_when_cancelled=ends_when_cancelled)

@@ -474,7 +474,7 @@ def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) 
     run(scenario)
 
 
-def test_user_code_on_the_workers_loop_goes_on_without_its_client() -> None:
+def test_user_code_on_the_workers_loop_continues_without_its_client() -> None:
     async def scenario(executor: UserExecutor) -> None:
         client = Client()
         client.send_error = ConnectionResetError("gone")

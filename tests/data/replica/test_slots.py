@@ -195,7 +195,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 3))
-def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
+def test_random_requests_lose_and_double_no_slot_and_keep_their_order(
     steps: list[tuple[str, int, int, int]], concurrency: int
 ) -> None:
     """`a` does not wait, `p` and `s` do, `s` ignores notifications; `c` cancels, `r` changes the slots."""

@@ -301,7 +301,9 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
         (listen_while_streaming, b"http.disconnect"),
     ],
 )
-def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(function: Any, body: bytes) -> None:
+def test_a_request_with_another_step_continues_in_a_task_and_keeps_its_slot(
+    function: Any, body: bytes
+) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         assert replica.handle(get()).start(answers) is not None

@@ -257,7 +257,7 @@ async def test_a_task_is_not_given_back_twice_if_the_first_answer_is_lost(queue:
     await made.close(1.0)
 
 
-async def test_what_is_claimed_while_it_stops_is_not_begun(queue: SqliteQueue) -> None:
+async def test_tasks_claimed_during_the_stop_do_not_begin(queue: SqliteQueue) -> None:
     claimed, go = asyncio.Event(), asyncio.Event()
     runs: list[str] = []
 

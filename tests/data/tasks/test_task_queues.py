@@ -93,7 +93,7 @@ def test_tasks_are_claimed_once_by_priority_and_age(queue: TaskQueue) -> None:
     assert [each.id for each in claim(queue, now=50.0)] == ["late"]
 
 
-def test_what_is_claimed_is_what_was_added(queue: TaskQueue) -> None:
+def test_a_claimed_task_equals_the_added_one(queue: TaskQueue) -> None:
     for size in (0, 10, 100_000):
         given = task(f"t{size}", payload=b"x" * size, digest="d", priority=-3, result_ttl_s=5.0)
         add(queue, given)

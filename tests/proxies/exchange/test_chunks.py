@@ -46,7 +46,7 @@ def test_very_many_chunks_are_read_in_several_turns() -> None:
     assert len(rest) == 60_000 - 6 * len(body)
 
 
-def test_what_is_no_chunk_is_refused() -> None:
+def test_invalid_chunks_are_refused() -> None:
     for data, reason in (
         (b"2\r\nhi\rX", "longer"),
         (b"2\r\nhi\n", "longer"),

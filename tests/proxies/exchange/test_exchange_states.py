@@ -174,7 +174,7 @@ async def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes
         (UPLOAD + b"zz\r\n", ("POST", "/", "1.1", 400)),
     ],
 )
-async def test_what_the_server_refuses_itself_is_reported(data: bytes, refusal: tuple[Any, ...]) -> None:
+async def test_requests_that_the_server_refuses_are_reported(data: bytes, refusal: tuple[Any, ...]) -> None:
     found: list[tuple[Any, ...]] = []
     async with serve(Application()) as server:
         server.on_refused(lambda client, *others: found.append(others))

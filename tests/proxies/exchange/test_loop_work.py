@@ -105,7 +105,7 @@ def test_less_is_done_while_the_rest_of_a_turn_takes_long(loop_work: LoopWork, l
     assert done[-1] == 1
 
 
-def test_what_arrives_is_done_at_once_until_it_is_much(loop_work: LoopWork, loop: ManualLoop) -> None:
+def test_work_is_done_at_once_until_the_turn_is_full(loop_work: LoopWork, loop: ManualLoop) -> None:
     clients = [Client(loop_work, loop, 1) for _ in range(2 * TURN_BYTES // SLICE_BYTES)]
     for client in clients:
         loop_work.do(client.work)

@@ -24,7 +24,7 @@ def refusal(data: bytes, limits: HeadLimits = LIMITS) -> RefusedRequestError:
     return raised.value
 
 
-def test_what_a_head_says() -> None:
+def test_a_head_is_parsed_into_its_parts() -> None:
     for before, after in itertools.product((b"", b"\r\n"), (b"", b"\r\n", b"GET / HTTP/1.1\n\n")):
         found = read_head(before + HEAD + after, 0, LIMITS)
         assert found is not None

@@ -54,7 +54,7 @@ async def whole(scope: Scope, receive: Receive, send: Send) -> None:
 # ---- over both servers
 
 
-async def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
+async def test_a_stalled_body_gets_408_and_the_connection_closes() -> None:
     app = Watched(echo)
     async with serving(app, body_grace_s=0.04) as server, connected(server) as client:
         await client.send(POST)

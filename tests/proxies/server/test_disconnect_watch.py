@@ -70,7 +70,7 @@ def test_a_client_that_has_left_is_found_out_within_milliseconds() -> None:
     assert second.closed_at == pytest.approx(0.05 + 2 * QUICK_S)
 
 
-def test_a_client_that_waits_is_late_only_after_its_time_whoever_else_leaves() -> None:
+def test_a_client_that_waits_is_late_only_after_its_time_even_if_others_leave() -> None:
     waiting = Waiting(has_left=False)
     others = [(0.01 * number, Waiting(has_left=True)) for number in range(9)]
     run_virtual(lambda: watched((0.0, waiting), *others))
