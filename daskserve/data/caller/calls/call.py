@@ -219,9 +219,12 @@ class Call:
             await send(keep)
         except BaseException as error:
             named = self._note_failure(error)
-            if named is error:
-                raise
-            raise named from None
+            try:
+                if named is error:
+                    raise
+                raise named from None
+            finally:
+                del named  # a traceback that refers to itself would keep large arguments
         finally:
             self._calls.latency.observe(stopwatch() - self._began)
         if self._envelope.head.get("stream"):
