@@ -10,43 +10,39 @@ A buffer that cannot change is not copied: ``bytes``, what was received, and rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, TypeAlias
+from weakref import WeakMethod
+
+#: Returns a read-only copy of a buffer, or the buffer itself if it cannot change; None if there is no memory.
+#: Any thread may call it.
+Copy: TypeAlias = Callable[[memoryview], memoryview | None]
 
 
-class CopiesBuffers(Protocol):
-    """Copies buffers into memory that other processes read."""
-
-    def copy(self, data: memoryview) -> memoryview | None:
-        """Return a read-only copy, or the buffer itself if it cannot change; None if there is no memory.
-
-        Any thread may call this.
-        """
+def offer(copy: Copy) -> None:
+    """Copy large buffers of this process with a method, until `withdraw` or the end of its object."""
+    offered = _offered()
+    offered.add(WeakMethod(copy, offered.discard))
 
 
-def offer(copier: CopiesBuffers) -> None:
-    """Copy large buffers of this process with an object, until `withdraw` or the end of the object."""
-    _copiers().add(copier)
-
-
-def withdraw(copier: CopiesBuffers) -> None:
+def withdraw(copy: Copy) -> None:
     """Undo `offer`."""
-    _copiers().discard(copier)
+    _offered().discard(WeakMethod(copy))
 
 
 @cache
-def _copiers() -> WeakSet[CopiesBuffers]:
-    return WeakSet()
+def _offered() -> set[WeakMethod[Copy]]:
+    return set()
 
 
 def copy_of(data: memoryview) -> memoryview:
     """Return a read-only copy of a contiguous buffer; the buffer itself if it cannot change."""
     if is_frozen(data):
         return data
-    for each in list(_copiers()):
-        found = each.copy(data)
+    for each in list(_offered()):
+        copy = each()
+        found = copy and copy(data)
         if found is not None:
             return found
     return memoryview(bytes(data))

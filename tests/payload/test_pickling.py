@@ -72,7 +72,7 @@ class Copier:
 @each_case("has_memory", [True, False])
 def test_large_arrays_are_copied_to_the_memory_that_is_offered(has_memory: bool) -> None:
     copier = Copier(has_memory=has_memory)
-    offer(copier)
+    offer(copier.copy)
     try:
         array = np.zeros(SHARED_BYTES // 8)
         payload = dump([np.zeros(SHARED_BYTES // 8 - 1), array])
@@ -80,6 +80,6 @@ def test_large_arrays_are_copied_to_the_memory_that_is_offered(has_memory: bool)
         assert [each in payload.buffers for each in copier.copies] == [True] * has_memory
         assert not payload.load()[1].any()
     finally:
-        withdraw(copier)
+        withdraw(copier.copy)
     dump(array)
     assert len(copier.copies) == has_memory

@@ -28,6 +28,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from typing import Any
 
 from daskserve.internals.python import address_of
 from daskserve.loops.at_fork import call_in_forks
@@ -259,7 +260,7 @@ class Segments:
         """Copy the large buffers of this process's calls into segments, until `close`."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            copies.offer(self)
+            copies.offer(self.copy)
             call_in_forks(self._end_copies)
 
     def copy(self, data: memoryview) -> memoryview | None:
@@ -320,7 +321,7 @@ class Segments:
 
     def _end_copies(self) -> None:
         # In a forked process, too: it must not write to segments of its parent.
-        copies.withdraw(self)
+        copies.withdraw(self.copy)
         self._loop = None
 
     def _drop_copy(self, segment: MemorySegment, held: int) -> None:
