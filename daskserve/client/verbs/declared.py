@@ -113,8 +113,8 @@ class DeclaringVerbs(Verbs):
             )
             if found is None:
                 raise RequestTimeoutError(
-                    f"The configuration is not deployed after {timeout_s} s: the controller, or a proxy that it "
-                    "asked, did not answer. The deploy continues."
+                    f"The configuration is not deployed after {timeout_s} s: the controller, or a proxy that "
+                    "it asked, did not answer. The deploy continues."
                 )
             if found["is_done"]:
                 await self._run(self._connection.calls.wait_until_applied(found.get("snapshot"), deadline))
