@@ -190,12 +190,12 @@ def try_kind(server: str, kind: str, given: argparse.Namespace) -> bool:
                     name: count for each in dask.run(limits_met).values() for name, count in each.items()
                 }
             cpu_s += busy_s(processes)
-            told = json.loads(attack.stdout)
+            ended = json.loads(attack.stdout)
             after = {each.name for each in client.status().replicas("app")}
             memory_mb = max(each.memory_info().rss for each in processes) / 1e6
             print(
-                f"{server}, {kind}: GET {http_client}; WebSocket {socket_client}; attackers {told['ends']}, "
-                f"{told['sent_bytes'] / 1e6:.1f} MB, limits {limits}; CPU {cpu_s:.1f} s, {memory_mb:.0f} MB"
+                f"{server}, {kind}: GET {http_client}; WebSocket {socket_client}; attackers {ended['ends']}, "
+                f"{ended['sent_bytes'] / 1e6:.1f} MB, limits {limits}; CPU {cpu_s:.1f} s, {memory_mb:.0f} MB"
                 + ("" if before == after else f"; REPLACED {before} {after}"),
                 flush=True,
             )

@@ -38,6 +38,8 @@ from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import StartReplica
 from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.controller import Controller
+from daskserve.control.decisions import applications as app_decisions
+from daskserve.control.decisions import backends as backend_decisions
 from daskserve.control.declared.apply import apply
 from daskserve.control.declared.building import BATCH
 from daskserve.control.declared.plan import completed, planned
@@ -48,8 +50,6 @@ from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
 from daskserve.control.records.storing import checkpoint
 from daskserve.control.records.storing.encoding import encode
-from daskserve.control.verbs import applications as app_verbs
-from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views import applications as app_views
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -95,7 +95,7 @@ class World:
         for number in range(deployments):
             name = f"d{number:05d}"
             self.state.apply(
-                backend_verbs.create_backend(
+                backend_decisions.create_backend(
                     self.state, spec(name, REPLICAS_EACH), goal_id=f"g{number}", now=0.0
                 ).change
             )
@@ -129,7 +129,7 @@ class World:
         took = 0.0
         for wanted in (before + 1, before):
             began = time.process_time()
-            outcome = backend_verbs.update_backend_config(
+            outcome = backend_decisions.update_backend_config(
                 self.state,
                 name,
                 BackendConfig(num_replicas=wanted),
@@ -192,7 +192,7 @@ def deploy_apps(world: World, numbers: Sequence[int]) -> float:
     """Deploy applications in one call and settle them; return the seconds that this took."""
     specs = [app_spec(number) for number in numbers]
     began = time.process_time()
-    deployed = app_verbs.deploy(world.state, specs, new_goal=world.next_goal, now=0.0)
+    deployed = app_decisions.deploy(world.state, specs, new_goal=world.next_goal, now=0.0)
     world.state.apply(deployed.change)
     for tag in (*deployed.tags, *deployed.tags):
         world.settle(tag)

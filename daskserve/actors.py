@@ -13,7 +13,8 @@ from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, BodyUse, 
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
-from daskserve.data.replica.process.listening import Port, listening_children, with_children
+from daskserve.data.replica.process.listening import listening_children
+from daskserve.data.replica.process.port import Port, with_children
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.internals.otlp_exporter import post_of
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from daskserve.data.caller.routing.router import Routers
     from daskserve.data.replica.process.listening import ListeningChildren
     from daskserve.proxies.ingress.app import CallBackend, IngressApp
-    from daskserve.proxies.server.server import HTTPServer
 
 logger = logging.getLogger("daskserve.actors")
 
@@ -78,6 +78,9 @@ class RoutedRequests(Requests):
     def check_queue(self, endpoint: str) -> None:
         self._routers.router(endpoint).check_queue()
 
+    def is_elsewhere(self, endpoint: str) -> bool:
+        return False
+
     def is_crowded(self, endpoint: str) -> bool:
         return self._routers.router(endpoint).is_crowded
 
@@ -92,7 +95,7 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes_known = asyncio.Event()
         self._listener: HTTPListener | None = None
-        #: The children that listen beside this proxy, and their port; None without ``replicas_listen``.
+        #: The children that serve connections of this proxy, and its port; None without ``replicas_listen``.
         self._children: ListeningChildren | None = None
         self._port: Port | None = None
         self._watches: list[Any] = []
@@ -110,7 +113,8 @@ class ProxyActor:
             rng=context.rng,
             logs=context.logs,
         )
-        if options.replicas_listen:
+        has_tls = options.ssl_certfile is not None
+        if options.replicas_listen or (options.replicas_listen is None and not has_tls):
             self._children = listening_children(self._cluster)
         watch = self._cluster.listener.watch
         self._watches = [
@@ -128,19 +132,21 @@ class ProxyActor:
             logger.warning("Listening without routes: the controller did not answer in %s s", ROUTES_S)
         listener.start()
         if self._children is not None:
-            self._port = self._open_port(self._children, routers, listener.server)
+            self._port = self._open_port(self._children, routers, listener)
         return {"port": listener.server.port, "urls": list(listener.server.urls)}
 
-    def _open_port(self, children: ListeningChildren, routers: Routers, server: HTTPServer) -> Port:
+    def _open_port(self, children: ListeningChildren, routers: Routers, listener: HTTPListener) -> Port:
         options = read_http({**vars(self._start.options), "health_port": None})
-        return children.open(
+        port = children.open(
             self._context.spec.name,
             replace(self._start, options=options).encode(),
-            server.share(),
-            server.leave_to_others,
+            listener.max_connections,
+            listener.serve,
             lambda endpoint: routers.router(endpoint).body_rules(options.max_body_bytes),
             is_only=options.location == "HeadOnly",
         )
+        port.on_offer = listener.give_to(port.taker_of, port.given, port.evict)
+        return port
 
     async def stop(self, grace_s: float) -> None:
         """Close the port, and let running requests finish for up to ``grace_s``.

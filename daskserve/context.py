@@ -69,7 +69,7 @@ class DeploymentActorContext:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaID:
-    """The id of a replica. Its ``unique_id`` is the replica's tag, and so is its text."""
+    """The id of a replica. ``unique_id`` and ``str()`` return the replica's tag."""
 
     app_name: str
     deployment: str
@@ -321,7 +321,7 @@ class RequestContext:
     #: The number of a named priority, from ``priority_config``.
     priority_number: ClassVar[int] = 0
     idempotent: ClassVar[bool] = False
-    #: The id of an item of `Handle.map`, the same for each try; empty for other calls.
+    #: The id of an item of `Handle.map`, the same for each attempt; empty for other calls.
     item_id: ClassVar[str] = ""
     #: How the result is serialized; empty for the default.
     response_serialization: ClassVar[str] = ""

@@ -70,7 +70,7 @@ class ServeError(Exception):
     http_status : int
         The status of the response to a request that fails with it.
     is_retryable : bool
-        Whether the same request or call may succeed later. One that is not idempotent may have run.
+        Whether the same request or call may succeed later. A request that is not idempotent may have run.
     user_traceback : str
         The traceback of the user's code that is the reason, from inside a replica or a worker; empty if there
         is none.

@@ -19,7 +19,7 @@ from daskserve.data.caller.request_routers.interface import (
     RunningReplica,
     SessionMixin,
 )
-from daskserve.data.caller.request_routers.plain import LeastLatencyRouter, RoundRobinRouter
+from daskserve.data.caller.request_routers.load_balancing import LeastLatencyRouter, RoundRobinRouter
 from daskserve.data.caller.request_routers.prefixes import PrefixAffinityRouter
 
 __all__ = [

@@ -11,6 +11,8 @@ Scope: TypeAlias = MutableMapping[str, Any]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
+#: The key in the scope of a request that had begun at a replica that is lost; the value is the error.
+LOST_REPLICA = "daskserve.lost_replica"
 REQUEST_ID = b"x-request-id"
 TEXT = b"text/plain; charset=utf-8"
 JSON = b"application/json"

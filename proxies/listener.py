@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import ssl
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.middleware import Middleware
@@ -15,9 +14,11 @@ from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.types import BodyUse
 from daskserve.errors import BadRequestError
+from daskserve.loops.connection_table import MovedConnection
 from daskserve.options.fields.secrets import read_secret
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
+from daskserve.proxies.exchange.server_state import TakerOf
 from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyPreparation
@@ -90,6 +91,9 @@ class Requests(Protocol):
     def is_crowded(self, endpoint: str) -> bool:
         """Return whether requests of an endpoint wait for a slot."""
 
+    def is_elsewhere(self, endpoint: str) -> bool:
+        """Return whether another process has to answer requests of an endpoint."""
+
 
 class HTTPListener:
     """An HTTP server, its health port, and the ingress behind both.
@@ -128,8 +132,11 @@ class HTTPListener:
         self._health: HTTPServer | None = None
         self.ingress: IngressApp | None = None
 
-    async def bind(self, tracing: Tracing | None, sockets: list[socket.socket] | None = None) -> None:
-        """Bind the ports, or use the sockets of another process."""
+    async def bind(self, tracing: Tracing | None, files: Sequence[int] | None = None) -> None:
+        """Bind the ports; with ``files``, serve the connections of a proxy instead.
+
+        See `daskserve.proxies.server.receiver.ConnectionReceiver`.
+        """
         options, requests = self._start.options, self._requests
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         if options.proxy_callback is not None:
@@ -168,8 +175,8 @@ class HTTPListener:
         )
         if self._access_log is not None:
             self.server.on_refused(self._access_log.refused)
-        if sockets is not None:
-            self.server.adopt(sockets)
+        if files is not None:
+            self.server.receive(files, self._is_elsewhere)
             return
         await self.server.bind(may_move=self._start.may_move)
         self._health = health_server(ingress, options, **server_options)
@@ -183,14 +190,44 @@ class HTTPListener:
         if self._health is not None:
             self._health.start()
 
-    async def stop(self, grace_s: float, *, is_last: bool = True, sends_away: bool = True) -> None:
+    def give_to(
+        self, taker_of: TakerOf, given: Callable[[], int], evict_given: Callable[[], object]
+    ) -> Callable[[bool], None]:
+        """Give connections to other processes, while the returned function was last called with True.
+
+        ``taker_of`` is called with an endpoint, and the server's with a path: see
+        `daskserve.proxies.server.server.HTTPServer.give_to`.
+        """
+        assert self.server is not None
+
+        def taker_of_path(path: str | None) -> Callable[[MovedConnection], bool] | None:
+            endpoint = None if path is None else self._endpoint_of(path)
+            return None if path is not None and endpoint is None else taker_of(endpoint)
+
+        self.server.give_to(taker_of_path, given, evict_given)
+        return self.server.set_giving
+
+    @property
+    def max_connections(self) -> int:
+        """Maximum number of open connections."""
+        assert self.server is not None
+        return self.server.max_connections
+
+    def serve(self, moved: MovedConnection) -> None:
+        """Serve a connection that another process has served."""
+        assert self.server is not None
+        self.server.serve(moved)
+
+    async def stop(
+        self, grace_s: float, *, is_last: bool = True, sends_away: bool = True, gives_back: bool = False
+    ) -> None:
         """Close the ports, and let running requests finish for up to ``grace_s``; idempotent.
 
         Parameters
         ----------
         is_last : bool
             Whether nothing listens here any more, so that health checks on open connections must fail.
-        sends_away : bool
+        sends_away, gives_back : bool
             See `daskserve.proxies.server.server.HTTPServer.drain`.
         """
         if self._health is not None:
@@ -201,7 +238,7 @@ class HTTPListener:
             if grace_s > 0:
                 if self.ingress is not None and is_last:
                     self.ingress.start_draining()
-                await self.server.drain(grace_s, sends_away=sends_away)
+                await self.server.drain(grace_s, sends_away=sends_away, gives_back=gives_back)
             await self.server.stop()
         if self._access_log is not None:
             self._access_log.close()
@@ -235,6 +272,13 @@ class HTTPListener:
             *ingress.metrics.samples(instance),
         ]
 
+    def _endpoint_of(self, path: str) -> str | None:
+        return None if self.ingress is None else self.ingress.endpoint_of(path)
+
     def _is_crowded(self, path: str) -> bool:
-        endpoint = None if self.ingress is None else self.ingress.endpoint_of(path)
+        endpoint = self._endpoint_of(path)
         return endpoint is not None and self._requests.is_crowded(endpoint)
+
+    def _is_elsewhere(self, path: str) -> bool:
+        endpoint = self._endpoint_of(path)
+        return endpoint is not None and self._requests.is_elsewhere(endpoint)

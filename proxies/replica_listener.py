@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,9 @@ class ReplicaRequests:
     def check_queue(self, endpoint: str) -> None:
         pass  # the worker checks it
 
+    def is_elsewhere(self, endpoint: str) -> bool:
+        return endpoint not in self.own
+
     def is_crowded(self, endpoint: str) -> bool:
         return endpoint in self.own and self._slots.ongoing >= self._slots.concurrency
 
@@ -96,15 +99,15 @@ class ReplicaListeners:
         context: Any,
         *,
         to_worker: Callable[[str, Envelope], ActorRequest],
-        take_sockets: Callable[[str], list[socket.socket]],
+        take_files: Callable[[str], list[int]],
         trace: Callable[[Mapping[str, Any]], Tracing | None],
     ) -> None:
         self.requests = ReplicaRequests(handle, slots, to_worker)
         self._context = context
-        self._take_sockets, self._trace = take_sockets, trace
+        self._take_files, self._trace = take_files, trace
         #: By the keys of the ports; see `daskserve.data.replica.process.listening.Port`.
         self._listeners: dict[str, HTTPListener] = {}
-        self._sockets: dict[str, list[socket.socket]] = {}
+        self._files: dict[str, list[int]] = {}
         self._lock = asyncio.Lock()
         self._is_closed = False
 
@@ -139,30 +142,37 @@ class ReplicaListeners:
             logs=context.logs,
         )
         self._update(listener, desired)
-        # If binding fails, the next attempt uses the same sockets.
-        if key not in self._sockets:
-            self._sockets[key] = self._take_sockets(key)
-        await listener.bind(self._trace(start.tracing), self._sockets[key])
-        del self._sockets[key]
+        # If opening fails, the next attempt uses the same files.
+        if key not in self._files:
+            self._files[key] = self._take_files(key)
+        await listener.bind(self._trace(start.tracing), self._files[key])
+        del self._files[key]
         self._listeners[key] = listener
         listener.start()
 
-    async def stop(self, key: str, grace_s: float, *, sends_away: bool = True) -> dict[str, Any]:
+    async def stop(
+        self, key: str, grace_s: float, *, sends_away: bool = True, gives_back: bool = False
+    ) -> dict[str, Any]:
         """Close one listener, or all of them for good if the key is empty; return their last metrics.
 
-        For ``sends_away``, see `daskserve.proxies.server.server.HTTPServer.drain`.
+        For ``sends_away`` and ``gives_back``, see `daskserve.proxies.server.server.HTTPServer.drain`.
         """
         is_all = not key
         self._is_closed = self._is_closed or is_all
         async with self._lock:
-            keys = [*self._listeners, *self._sockets] if is_all else [key]
+            keys = [*self._listeners, *self._files] if is_all else [key]
             for each in keys:
-                for unused in self._sockets.pop(each, ()):
-                    unused.close()
+                for unused in self._files.pop(each, ()):
+                    os.close(unused)
             found = {each: self._listeners[each] for each in keys if each in self._listeners}
         # If the proxy stays, the health checks of its host must go on succeeding.
         stopping = [
-            each.stop(grace_s, is_last=sends_away and not is_all, sends_away=sends_away)
+            each.stop(
+                grace_s,
+                is_last=sends_away and not is_all,
+                sends_away=sends_away,
+                gives_back=gives_back,
+            )
             for each in found.values()
         ]
         await asyncio.gather(*stopping)

@@ -22,7 +22,7 @@ PUBLIC |= {"task_consumer", "task_processor"}
 
 @dataclass(frozen=True)
 class Plan:
-    """The components and what they import.
+    """The components and their imports.
 
     Attributes
     ----------

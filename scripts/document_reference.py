@@ -51,7 +51,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def cell(text: str) -> str:
-    """Return a text of one line for a cell of a table."""
+    """Return a string of one line for a cell of a table."""
     return " ".join(text.replace("``", "`").replace("|", "\\|").split())
 
 

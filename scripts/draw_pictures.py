@@ -1,7 +1,7 @@
 """Draw the pictures of docs/: a request's way, a rollout, and the autoscaling of a day.
 
-The first is drawn from the modules that a real request enters, the second from what a small cluster does, the
-third from a simulation. Run: ``python scripts/draw_pictures.py``.
+The first is drawn from the modules that a real request enters, the second from the states of a small cluster,
+the third from a simulation. Run: ``python scripts/draw_pictures.py``.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def bars(seen: Sequence[tuple[float, dict[str, str]]], changed_at: float) -> str
 
 
 def autoscaling_picture() -> str:
-    """Draw a day of load, and what three policies make of it."""
+    """Draw a day of load, and the number of replicas under three policies."""
     rng, day_s = seeded_rng(7), 24 * 3600
     counts = [
         rng.gauss(1, 0.2) * (40 - 30 * math.cos(2 * math.pi * second / day_s))

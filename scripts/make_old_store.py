@@ -3,7 +3,7 @@
 Run as ``.venv/bin/python scripts/make_old_store.py COMMIT``. It unpacks the commit, starts that version on a
 local Dask cluster with an SQLite store, and creates every kind of record that the version has. It copies the
 file while everything runs and one change is under way, as after a crash. It writes
-``tests/control/old_stores/DATE-COMMIT.db.gz``. Make one whenever the format of a record changes.
+``tests/control/old_stores/DATE-COMMIT.db.gz``. Make such a file whenever the format of a record changes.
 """
 
 from __future__ import annotations

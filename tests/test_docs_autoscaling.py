@@ -10,7 +10,7 @@ from typing import Any
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler
 from daskserve.autoscaling.groups import decide_together
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
 
 TEXT = (Path(__file__).parent.parent / "docs/autoscaling.md").read_text()

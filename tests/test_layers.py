@@ -319,7 +319,7 @@ def test_every_package_on_disk_is_listed_in_setup_py(tree: Tree) -> None:
 
 # ---- each rule can fail, and names the location
 
-GOALS = "daskserve/control/verbs/goals.py"
+GOALS = "daskserve/control/decisions/goals.py"
 ROUTING = "daskserve/data/caller/choice.py"
 LAZY = "def start():\n    from daskserve.control import goals\n"
 TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
@@ -375,7 +375,7 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         (
             imports_between_strangers,
             {
-                "daskserve/data/caller/routing/router.py": "from ....control.verbs.goals import Goal",
+                "daskserve/data/caller/routing/router.py": "from ....control.decisions.goals import Goal",
                 GOALS: "",
             },
             "daskserve/data/caller/routing/router.py:1",
@@ -470,7 +470,7 @@ def test_a_valid_tree_breaks_no_rule() -> None:
             "daskserve/cluster/__init__.py": "",
             "daskserve/cluster/worker/host.py": "import distributed\nfrom ...common import types",
             "daskserve/cluster/protocols/base.py": "from ...common.types import GoalId",
-            "daskserve/control/verbs/goals.py": "from daskserve.cluster.protocols import base",
+            "daskserve/control/decisions/goals.py": "from daskserve.cluster.protocols import base",
             "daskserve/data/caller/routing/router.py": "import daskserve.cluster.protocols.base",
             "proxies/ingress/app.py": "from daskserve.data.caller.routing.router import Router",
             "daskserve/client/client.py": "import daskserve.actors",

@@ -96,7 +96,7 @@ def test_thirty_rollouts_of_thirty_end_as_they_should(fails: float, expected: st
     assert found == [expected] * 10
 
 
-def test_a_faulty_version_is_taken_back_under_load() -> None:
+def test_a_faulty_version_is_rolled_back_under_load() -> None:
     assert run_virtual(outcome, 0.03, 1) == "ROLLED_BACK"
 
 

@@ -115,7 +115,9 @@ def test_a_restore_replaces_all_records_of_the_chosen_instances(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_store_in_use_is_backed_up_and_checked_and_restored_only_if_told(tmp_path: Path, kind: str) -> None:
+def test_a_store_in_use_is_backed_up_and_checked_and_restored_only_if_forced(
+    tmp_path: Path, kind: str
+) -> None:
     url = url_of(kind, tmp_path)
 
     async def main() -> None:
@@ -219,7 +221,7 @@ def test_rows_that_are_damaged_in_the_file_are_found_and_backed_up_without(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_missing_is_told_refused_and_given_up_only_if_told(tmp_path: Path, kind: str) -> None:
+def test_what_is_missing_is_reported_refused_and_given_up_only_if_forced(tmp_path: Path, kind: str) -> None:
     url = url_of(kind, tmp_path)
 
     async def main() -> None:

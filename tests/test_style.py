@@ -41,7 +41,7 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
 }
 #: ``"Name": "why only its own module names this protocol, or has a single class of this repository"``
 PROTOCOL_EXCEPTIONS: Mapping[str, str] = {
-    "MayLeaveAnswer": "its class is in a room above, and a function would cost each request",
+    "MayLeaveAnswer": "its class is in a layer above, and a function would cost each request",
     "RunningThread": "threading.Thread is the second one",
 }
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``

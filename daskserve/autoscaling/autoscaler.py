@@ -23,7 +23,7 @@ from typing import Any
 from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision, Sample
 from daskserve.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
 from daskserve.autoscaling.damping import Damping, Delays
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig

@@ -215,7 +215,7 @@ class Decision:
     state : mapping
         Plain values that the policy receives next time as `AutoscalingContext.state`.
     is_urgent : bool
-        Scale up without waiting for ``upscale_delay_s``.
+        Whether to scale up without waiting for ``upscale_delay_s``.
     """
 
     replicas: int

@@ -116,7 +116,7 @@ def known(address: str | None) -> str:
 def split_target(target: str) -> tuple[str, str | None]:
     """Return the application and the deployment of ``APP`` or ``APP/DEPLOYMENT``.
 
-    Characters of the names that part them are written as the status shows them: ``a%2Fb/model`` is the
+    A slash within a name is written as the status shows it: ``a%2Fb/model`` is the
     deployment ``model`` of the application ``a/b``.
     """
     application, _, deployment = target.partition("/")

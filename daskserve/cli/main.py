@@ -71,7 +71,7 @@ class LazyGroup(click.Group):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; a wrong value of one with ``--json`` is an error in JSON, too."""
+        """Run a command; with ``--json``, an invalid value is also reported as JSON."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:

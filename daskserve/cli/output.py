@@ -104,7 +104,8 @@ def options(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-#: The option ``--json``; its parameter is ``as_json``. It is read first, for errors of the others.
+#: The option ``--json``; its parameter is ``as_json``. It is parsed first, so that errors about other options
+#: are JSON, too.
 json_option = click.option("--json", _AS_JSON, is_flag=True, is_eager=True, help="Print JSON.")
 
 
@@ -123,7 +124,7 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 
 
 def coloured(text: str) -> str:
-    """Return a text with coloured words for states; `click.echo` drops the colours outside of terminals.
+    """Return a string with coloured words for states; `click.echo` drops the colours outside of terminals.
 
     Column names are not coloured, because RUNNING is also the name of a column.
     """

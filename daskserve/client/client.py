@@ -107,7 +107,7 @@ class ClientVerbs(
         Parameters
         ----------
         goal_id : str
-            The goal that the call returned which started the change.
+            The result of the call that started the change.
         timeout_s : float, optional
             How long to wait; None means no limit.
 
@@ -124,9 +124,9 @@ class ClientVerbs(
     async def shutdown(self) -> None:
         """End the instance: its replicas, proxies and controller. Idempotent.
 
-        Requests under way complete first: the proxies close, then the replicas of each ingress, then those
-        that they called, each for at most its ``experimental_graceful_shutdown_timeout_s``. An idle
-        instance ends at once. A second Ctrl-C ends it without waiting.
+        Requests under way complete first. The proxies close, then the replicas of each ingress, then the
+        replicas that these called. Each waits for at most its ``experimental_graceful_shutdown_timeout_s``.
+        An idle instance ends at once. A second Ctrl-C ends it without waiting.
 
         When this returns, no part of the instance is left on the cluster. A Dask cluster that ``start``
         created for the instance ends too. So does a Dask client that ``start_async`` or ``connect_async``
@@ -208,7 +208,7 @@ class ClientVerbs(
         Raises
         ------
         UnavailableError
-            It does not answer in time, or is being replaced.
+            The controller does not answer in time, or is being replaced.
         """
 
         async def ask() -> Any:
@@ -367,7 +367,8 @@ class Client(InstanceClient):
         Parameters
         ----------
         missing_ok : bool
-            Whether the endpoint may be created later. One whose first deploy failed is an error all the same.
+            Whether the endpoint may be created later. An endpoint whose first deploy failed is always an
+            error.
         sync : bool
             Whether ``remote`` returns a `Response` (True), or is a coroutine that returns it, as in the
             classic system: ``await (await handle.remote())`` (False). A handle that does not fit the calling

@@ -96,10 +96,10 @@ class WorkerRoutes:
             task.cancel()
 
     async def _dial_again(self, worker: WorkerAddress) -> None:
-        tries = 0
+        attempts = 0
         while self._is_used(worker):
-            await self._clock.sleep(pause_s(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S))
-            tries += 1
+            await self._clock.sleep(pause_s(attempts, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+            attempts += 1
             try:
                 await self._channels.connect(worker)
             except (ServeError, OSError) as error:

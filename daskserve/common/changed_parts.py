@@ -1,4 +1,4 @@
-"""Texts by name; a reader fetches those that have changed since its last fetch."""
+"""Strings by name; a reader fetches those that have changed since its last fetch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 
 class ChangedParts:
-    """The newest text of each part, with the number of the update that changed it.
+    """The newest content of each part, with the number of the update that changed it.
 
     Readers remember one number, however many parts there are. Removals are not remembered one by one: a
     reader that has not seen the last removal gets all parts.
@@ -28,7 +28,7 @@ class ChangedParts:
         return list(self._parts)
 
     def update(self, parts: Mapping[str, str]) -> bool:
-        """Set the texts of parts, and leave the others; return whether one has changed."""
+        """Set the content of some parts; return whether any has changed."""
         known = self._parts
         changed = {name: text for name, text in parts.items() if name not in known or known[name][1] != text}
         if changed:

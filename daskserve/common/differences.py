@@ -1,4 +1,4 @@
-"""The differences between two versions of an application, as texts for people, without secrets."""
+"""The differences between two versions of an application, as strings for people, without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and texts in messages, and whole numbers in options."""
+"""Numbers and strings in messages, and whole numbers in options."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def shown_size(count: float) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""Return a text that UTF-8 can encode.
+    r"""Return a string that UTF-8 can encode.
 
     Surrogates, which Python puts into the names of files that are not UTF-8, become backslash escapes.
 
@@ -84,7 +84,7 @@ def encodable(text: str) -> str:
 
 
 def capitalized(text: str) -> str:
-    """Return a text with a capital letter, to begin a sentence."""
+    """Return a string with a capital first letter, to begin a sentence."""
     return text[:1].upper() + text[1:]
 
 

@@ -77,7 +77,7 @@ class SocketReceiver(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Expect the socket: after the accept, nothing more may be sent through the pipe."""
+        """Prepare for the socket: from the accept on, nothing more may be sent through the pipe."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""
@@ -196,9 +196,9 @@ class ReplicaRank:
     rank : int
         Its number among all replicas, from 0 on.
     node_rank : int
-        The number of its host among their hosts.
+        The number of its host among the hosts of these replicas.
     local_rank : int
-        Its number among those on its host.
+        Its number among the replicas on its host.
     """
 
     rank: int
@@ -296,17 +296,6 @@ class WorkerInfo:
         return not {self.address, self.name, self.host, *self.resources}.isdisjoint(names)
 
 
-class RetirementStatus(enum.StrEnum):
-    """The state of a worker that retires after SIGTERM."""
-
-    #: The actors are still moving; ask again.
-    MOVING = "moving"
-    #: The worker has no actors left, and no data that only it has.
-    MOVED = "moved"
-    #: Its actors could not move in time, so the worker completes their requests.
-    STAYED = "stayed"
-
-
 #: Answers of at least this size stay at the actor until the caller reads them, because it may only pass them
 #: on.
 KEPT_BYTES = 4 * 1024 * 1024
@@ -362,7 +351,7 @@ class KeptPayload:
 
 
 class MayLeaveAnswer(Protocol):
-    """A call whose caller decides, when the answer exists, whether a large one stays at its actor."""
+    """A call whose caller decides, once the answer exists, whether a large answer stays with its actor."""
 
     @property
     def leaves_value(self) -> bool: ...
@@ -439,10 +428,17 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; also stays in this process.
     has_started: Callable[[], bool] = bool
-    #: The request's model, routing state and `ValuePlaces`. They also stay in this process.
+    #: The request's model, routing state, `ValuePlaces` and `daskserve.loops.connection_table.LostAttempt`,
+    #: if any. They also stay in this process.
     model_id: str = ""
     routed: Any = None
     places: Any = None
+    lost: Any = None
+
+    def is_idempotent_call(self) -> bool:
+        """Return whether the options of a call say that it may run twice; streams never may."""
+        facts, head = self.head.get("facts"), self.head
+        return bool(facts and facts.get("idempotent")) and not head.get("stream") and "reserve" not in head
 
     def with_head(self, head: Mapping[str, Any]) -> Envelope:
         """Return the request with another head, in a fifth of the time of `dataclasses.replace`."""
@@ -460,6 +456,7 @@ class Envelope:
             self.model_id,
             self.routed,
             self.places,
+            self.lost,
         )
 
 

@@ -15,9 +15,9 @@ class ValuePlaces:
     Attributes
     ----------
     nbytes : Mapping
-        How many bytes of them each worker holds.
+        How many bytes of the values each worker holds.
     total : int
-        How many bytes they are, each value counted once.
+        The total size of the values, each counted once.
     """
 
     nbytes: Mapping[WorkerAddress, int]

@@ -18,7 +18,7 @@ from daskserve.errors import ConfigFileError
 _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?)")
 _WORDS: Mapping[str, bool] = {"true": True, "false": False}
-#: The options below which the value of a variable stays text: values for user code, and secrets.
+#: The options below which the value of a variable stays a string: values for user code, and secrets.
 _TEXTS = frozenset({"args", "user_config", "init_args", "init_kwargs"}) | HIDING.keys()
 
 ConfigT = TypeVar("ConfigT", ApplicationConfig, InstanceConfig)
@@ -37,14 +37,14 @@ def _texts_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Yield the path of each text with references, and the text."""
+    """Yield the path of each string with references, and the string."""
     for where, text in _texts_in(value, path):
         if any(not found[1] for found in _REFERENCE.finditer(text)):
             yield where, text
 
 
 def not_references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Yield the path of each text with an incomplete reference, and that reference."""
+    """Yield the path of each string with an incomplete reference, and that reference."""
     for where, text in _texts_in(value, path):
         rest = _REFERENCE.sub("", text)
         if "${" in rest:
@@ -57,7 +57,7 @@ def has_references(value: Any) -> bool:
 
 
 def slashed(path: Path) -> str:
-    """Return a path as text, as it is written in ``references``."""
+    """Return a path as a string, as it is written in ``references``."""
     return "/".join(map(str, path))
 
 
@@ -110,7 +110,7 @@ def _mapped(value: Any, path: Path, function: Callable[[Path, str], Any]) -> Any
 
 
 def _scalar(text: str) -> Any:
-    """Return a number or a bool if a text is one, else the text."""
+    """Return a number or a bool if a string is one, else the string."""
     if _NUMBER.fullmatch(text):
         return int(text) if text.lstrip("+-").isdigit() else float(text)
     return _WORDS.get(text.lower(), text)

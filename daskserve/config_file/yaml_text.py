@@ -1,7 +1,7 @@
 """YAML as plain values with their places.
 
 PyYAML composes the nodes, which have their places. The values are those of its safe loader, with three
-differences, so that a file means the same in JSON: a date is text, a key is the text as it was written
+differences, so that a file means the same in JSON: a date is a string, a key is the string as it was written
 (``on`` is no bool there), and two equal keys are a fault.
 """
 

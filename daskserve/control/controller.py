@@ -13,27 +13,29 @@ from typing import Any
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
-from daskserve.control.calls.changing import ChangingVerbs
-from daskserve.control.calls.declaring import DeclaringVerbs
-from daskserve.control.calls.draining import DrainingVerbs
-from daskserve.control.calls.history import HistoryVerbs
-from daskserve.control.calls.inspecting import InspectingVerbs
-from daskserve.control.calls.live import LiveVerbs
-from daskserve.control.calls.logs import LogVerbs
-from daskserve.control.calls.models import ModelVerbs
-from daskserve.control.calls.overview import OverviewVerbs
-from daskserve.control.calls.rollouts import RolloutVerbs
-from daskserve.control.calls.watching import WatchedStatus
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
+from daskserve.control.decisions import backends as backend_decisions
+from daskserve.control.decisions.rollout_plan import serves_rollout
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.records.storing import checkpoint
-from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.verbs.rollout_plan import serves_rollout
+from daskserve.control.rpc.changing import ChangingVerbs
+from daskserve.control.rpc.declaring import DeclaringVerbs
+from daskserve.control.rpc.draining import DrainingVerbs
+from daskserve.control.rpc.history import HistoryVerbs
+from daskserve.control.rpc.inspecting import InspectingVerbs
+from daskserve.control.rpc.live import LiveVerbs
+from daskserve.control.rpc.logs import LogVerbs
+from daskserve.control.rpc.models import ModelVerbs
+from daskserve.control.rpc.overview import OverviewVerbs
+from daskserve.control.rpc.rollouts import RolloutVerbs
+from daskserve.control.rpc.watching import WatchedStatus
+from daskserve.control.views import actors as actor_views
 from daskserve.control.views import applications as app_views
+from daskserve.control.views import backends as backend_views
 from daskserve.control.views import details as details_view
 from daskserve.control.views import explanation as explaining
-from daskserve.control.views import views
+from daskserve.control.views import introspection
 from daskserve.control.views.builds import with_builds
 from daskserve.control.views.deployments import stored_application, stored_deployments
 from daskserve.control.views.health import controller_health
@@ -170,7 +172,7 @@ class ReadingVerbs:
         return self._urls()
 
     def _urls(self) -> list[str]:
-        return views.http_urls(self._core.state, self._core.observed)
+        return actor_views.http_urls(self._core.state, self._core.observed)
 
     @verb
     async def status(self) -> dict[str, Any]:
@@ -181,22 +183,23 @@ class ReadingVerbs:
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
             "owns_store": self._core.cluster.store.ownership.is_ours,
-            "actors": views.actors(state, observed, self._core.cluster.instance, self._core.process),
+            "actors": actor_views.actors(state, observed, self._core.cluster.instance, self._core.process),
             "backends": {
-                tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
+                tag: backend_views.backend_status(state, observed, each, wall)
+                for tag, each in state.backends.items()
             },
             "applications": with_builds(
                 state,
                 {app.name: app_views.application_status(state, observed, app, wall) for app in state.apps},
                 self._core.building.waiting,
             ),
-            "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
-            "goals": views.goals(state),
+            "endpoints": {name: backend_decisions.get_endpoint(state, name) for name in state.endpoints},
+            "goals": introspection.goals(state),
             "http_urls": self._urls(),
             "target_capacity": state.capacity.percent,
             "target_capacity_direction": state.capacity.direction,
             "unresponsive_workers": sorted(observed.unresponsive),
-            "broken_routes": views.broken_routes(
+            "broken_routes": actor_views.broken_routes(
                 observed, self._core.worker, self._core.cluster.routes.broken()
             ),
             "refused_workers": dict(await self._core.cluster.refused_workers()),
@@ -249,12 +252,14 @@ class ReadingVerbs:
 
     @verb
     async def view(self, name: str) -> Any:
-        """Return one of `daskserve.control.views.views.VIEWS`, or ``get_http_config``."""
+        """Return one of `daskserve.control.views.introspection.VIEWS`, or ``get_http_config``."""
         if name == "get_http_config":
             return {**dump_http(self._core.http), "ssl_keyfile_password": None}
-        if name not in views.VIEWS:
-            raise NotFoundError(f"There is no view {name!r}; known: {', '.join(sorted(views.VIEWS))}.")
-        return views.VIEWS[name](self._core.state, self._core.observed)
+        if name not in introspection.VIEWS:
+            raise NotFoundError(
+                f"There is no view {name!r}; known: {', '.join(sorted(introspection.VIEWS))}."
+            )
+        return introspection.VIEWS[name](self._core.state, self._core.observed)
 
     @verb
     async def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
@@ -302,7 +307,7 @@ class ReadingVerbs:
 
     @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
-        return views.deployment_info(self._core.state, name)
+        return introspection.deployment_info(self._core.state, name)
 
     @verb
     async def stored_deployments(self, name: str | None = None) -> dict[str, Any]:
@@ -314,7 +319,7 @@ class ReadingVerbs:
 
     @verb
     async def snapshot(self) -> dict[str, Any]:
-        return views.snapshot(self._core.state, self._core.cluster.instance)
+        return introspection.snapshot(self._core.state, self._core.cluster.instance)
 
     @verb
     async def hand_over(self) -> dict[str, Any]:

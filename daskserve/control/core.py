@@ -28,6 +28,9 @@ from daskserve.common.types import (
 from daskserve.control.action_executor import ActionExecutor
 from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_reconciler import ModelReconciler
+from daskserve.control.decisions import endpoints as endpoint_state
+from daskserve.control.decisions import goals, target_capacity
+from daskserve.control.decisions.history.recorder import HistoryRecorder
 from daskserve.control.declared.building import Building
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
@@ -42,11 +45,7 @@ from daskserve.control.records.storing import checkpoint
 from daskserve.control.records.storing.writer import Writer
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.verbs import goals, target_capacity
-from daskserve.control.verbs.history.recorder import HistoryRecorder
-from daskserve.control.views import views
-from daskserve.control.views.published import published_backend
+from daskserve.control.views.published import published_backend, published_system
 from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
@@ -64,7 +63,7 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
-#: The published keys that a record of a kind touches besides its own.
+#: For a kind of record, the published key that changes together with the record's own key.
 _TOUCHED: Mapping[str, str] = {"endpoint": "routes", "app": "routes", "proxy": "system", "capacity": LOGGING}
 
 
@@ -303,7 +302,7 @@ class ControllerCore:
     async def _refresh_workers(self) -> None:
         events = -1
         while events != self.observed.worker_events:
-            # An event that arrived during the call may be newer than the answer, which must not undo it.
+            # The answer must not undo an event that arrived during the call, because the event may be newer.
             events = self.observed.worker_events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: self.observed.marked(info) for info in infos}
@@ -414,7 +413,7 @@ class ControllerCore:
                 config = self.start_message.tracing
                 values[key] = config["sampling_ratio"] if config.get("enabled") else None
             elif kind == "system":
-                values[key] = views.published_system(self.state, self.worker)
+                values[key] = published_system(self.state, self.worker)
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:

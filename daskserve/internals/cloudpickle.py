@@ -349,8 +349,9 @@ def trace(
 ) -> tuple[dict[int, ModulePlace], list[Any]]:
     """Return the objects to pickle by name in a value, and the path to a part that cannot be pickled.
 
-    The first result has the places of objects, by their ids, that cannot be pickled, but that code may have
-    imported from a module, such as a connection. The path is empty if everything else can be pickled.
+    The first result maps the ids of objects to their places. These objects cannot be pickled, but code may
+    have imported them from a module, as with a connection. The path is empty if everything else can be
+    pickled.
     """
     places: dict[int, ModulePlace] = {}
     while True:
@@ -374,7 +375,7 @@ def _failing_path(
 
 
 def _place_of_object(value: Any) -> ModulePlace | None:
-    """Return the place of an object that is not a container, a text, a number, or code."""
+    """Return the place of an object that is not a container, a string, a number, or code."""
     other = (str, bytes, int, float, type, FunctionType, ModuleType)
     return None if type(value) in CONTAINERS or isinstance(value, other) else place_of(value)
 

@@ -1,4 +1,4 @@
-"""Finds the workers of a process, and sets those that Dask finds in one without, without importing Dask.
+"""Finds the workers of a process, or sets the worker that Dask finds there, without importing Dask.
 
 Importing distributed takes half a second of CPU time, and most processes that run user code never use it.
 """

@@ -25,7 +25,7 @@ with needs("starlette", ">=0.42,<2") as check:
 #: The items of a scope that belong to the application that answers the request.
 _OF_THE_APP = frozenset({"app", "router", "endpoint", "route"})
 _OF_LIBRARIES = ("daskserve.", "fastapi_", "starlette.")
-#: A form without open files: names, each with a text, or with a file's name, content and headers.
+#: A form without open files: names, each with a string, or with a file's name, content and headers.
 PlainForm: TypeAlias = list[tuple[str, str | tuple[str | None, bytes, list[tuple[bytes, bytes]]]]]
 _NO_BODY = object()
 

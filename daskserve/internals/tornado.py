@@ -34,7 +34,7 @@ def add_route(
     path
         A regular expression for the whole path.
     arguments
-        For the handler's ``initialize``.
+        The arguments of the handler's ``initialize``.
     """
     rules = application.default_router.rules
     before = list(rules)

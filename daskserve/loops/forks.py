@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -55,11 +55,16 @@ class ForkGuard:
 
     def cut_off(self) -> None:
         """Redirect the inherited event loops and the connections of daskserve and Dask to ``/dev/null``."""
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in [*_event_loops(), *_connections({_endpoint(each) for each in self._peers()})]:
-            with suppress(OSError):
-                os.dup2(nowhere, descriptor, inheritable=False)
-        os.close(nowhere)
+        redirect([*_event_loops(), *_connections({_endpoint(each) for each in self._peers()})])
+
+
+def redirect(descriptors: Iterable[int]) -> None:
+    """Redirect descriptors to ``/dev/null``."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for each in descriptors:
+        with suppress(OSError):
+            os.dup2(nowhere, each, inheritable=False)
+    os.close(nowhere)
 
 
 def end_fork() -> NoReturn:

@@ -14,7 +14,7 @@ class GenerationRequest:
     Attributes
     ----------
     model : str
-        The model as the client names it.
+        The name of the model, as the client sent it.
     adapter : str
         The part of the name after the model's own, as in ``"base:adapter"``; empty for the model itself.
     messages : list of dict, optional
@@ -24,7 +24,7 @@ class GenerationRequest:
     max_tokens : int, optional
         Maximum number of tokens; the server reads no more. None: the engine decides.
     stop : tuple of str
-        Where to end. The server looks for these, also across tokens; an engine may ignore them.
+        Strings that end the answer. The server looks for them, also across tokens; an engine may ignore them.
     logprobs : int, optional
         How many alternatives to report for each token; 0 is the token itself, None no probabilities.
     choice : int
@@ -92,7 +92,7 @@ class Token:
         Why the answer ends with this token: ``"stop"``, ``"length"``, ``"tool_calls"`` or
         ``"content_filter"``. Without it, the answer ends when the engine stops.
     count : int
-        How many tokens it is, for the usage.
+        How many tokens this output counts as in the usage.
     prompt_tokens : int, optional
         The length of the prompt, if it was not known before.
     data : any

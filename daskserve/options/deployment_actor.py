@@ -81,7 +81,7 @@ class DeploymentActorConfig(Options):
         Raises
         ------
         TypeError, ValueError
-            These are no actors, an option is wrong, or two have one name.
+            A value is not an actor, an option is wrong, or two actors have the same name.
         """
         if actors is None:
             return ()

@@ -127,7 +127,7 @@ class Environment(Options):
         return self
 
     def to_text(self) -> str:
-        """Return the environment as text for `from_text`; equal environments have equal texts.
+        """Return the environment as a string for `from_text`; equal environments have equal strings.
 
         The working directory is not included, because its files are sent with the code.
         """
@@ -137,7 +137,7 @@ class Environment(Options):
         return json.dumps(values, sort_keys=True)
 
     def to_shown_text(self) -> str:
-        """Return the text of `to_text` without the values of variables."""
+        """Return the string of `to_text` without the values of variables."""
         return self.model_copy(update={"env_vars": each_hidden(self.env_vars)}).to_text()
 
     @classmethod

@@ -53,10 +53,11 @@ class HTTPOptions(Options):
         "is in the cluster, the controller and the proxies run on other workers, and the status says so. "
         "Empty: the controller and the proxies share the workers of replicas.",
     )
-    replicas_listen: bool = Field(
-        False,
-        description='Whether the processes of replicas with ``isolation="process"`` accept connections in '
-        "place of the proxy of their worker, and answer requests to their own deployment without it.",
+    replicas_listen: bool | None = Field(
+        None,
+        description='Whether the processes of replicas with ``isolation="process"`` get connections from the '
+        "proxy of their worker, and answer requests to their own deployment without it. None: yes, unless "
+        "the proxies serve HTTPS.",
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(

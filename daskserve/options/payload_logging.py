@@ -53,5 +53,6 @@ class PayloadLoggingConfig(Options):
 
     @field_serializer("redact", when_used="json")
     def _shown(self, value: Any) -> Any:
-        # A function is shown by name: it is pickled when it is deployed, and any earlier dump is for people.
+        # People read this dump, so a function is shown by name. The function itself is pickled when it is
+        # deployed.
         return getattr(value, "__qualname__", repr(value)) if callable(value) else value

@@ -60,7 +60,7 @@ def check_whole(replicas: int, size: int) -> None:
 
 
 def _memory_in_bytes(bundle: Any) -> Any:
-    """Return a bundle whose memory is a number, if it is a text such as ``"2GB"``."""
+    """Return a bundle with its memory as a number, also if it was a string such as ``"2GB"``."""
     if isinstance(bundle, Mapping) and "memory" in bundle:
         return {**bundle, "memory": as_bytes(bundle["memory"])}
     return bundle

@@ -24,7 +24,7 @@ def percent_of(value: Any) -> float:
     Raises
     ------
     ValueError
-        It is neither a percentage from 0 to 100 nor a whole number.
+        The value is neither a percentage from 0 to 100 nor a whole number.
     """
     number = as_whole(value)
     if isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())):

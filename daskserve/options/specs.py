@@ -59,13 +59,13 @@ class BackendSpec(Spec):
     Attributes
     ----------
     config : BackendConfig
-        Without ``user_config``, and with a policy that is code of the user's pickled.
+        The options without ``user_config``; a policy that is user code is pickled.
     user_config : bytes or None
         ``dump_bytes`` of the argument of ``reconfigure``.
     version : str or None
         Names the code; None: the controller derives it from the code.
     user_version, prev_version : str or None
-        The version that the user named, and the one that must be there already.
+        The version that the user named, and the version that must be deployed already.
     env : str or None
         The environment, as `daskserve.options.environment.Environment.to_text` returns it.
     request_id : str
@@ -105,8 +105,8 @@ class DeploymentSpec:
     actors : dict
         The tags of its deployment actors, by name; they are among ``needs``.
     actor_of : tuple of str
-        For a deployment actor: the names of its deployment and of the actor. The tag then also tells its
-        version apart, so that old replicas keep the old actor.
+        For a deployment actor: the names of its deployment and of the actor. The tag also contains its
+        version, so that old replicas keep the old actor.
     """
 
     name: str

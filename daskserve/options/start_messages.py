@@ -117,12 +117,12 @@ class ReplicaStart(StartMessage):
     actor_of : list of str
         For a deployment actor: the names of its deployment and of the actor.
     is_deployment : bool
-        Whether its backend was deployed as a deployment, and is one to its user.
+        Whether its backend is a deployment to users, rather than a backend of the classic system.
     models : dict or None
         The models with which it starts, as in `daskserve.data.replica.models.Models.want`; None if the
         controller knows of none yet.
     is_exact : bool
-        Whether code by import path must be that which was deployed: the files of a worker must not differ.
+        Whether code given by import path must equal the deployed code: the files of a worker must not differ.
     tracing : dict
         The values of `daskserve.options.tracing.TracingConfig`; empty without traces.
     """
@@ -180,7 +180,7 @@ class ProxyStart(StartMessage):
     claims_port : bool
         Whether the port must be free of every other listener; False if others of the instance share it.
     may_move : bool
-        Whether another free port does as well if this one is taken.
+        Whether the proxy may use another free port if this one is taken.
     public_host : str
         The host name in the proxy's URLs if ``options.host`` means every address.
     tracing : dict
@@ -231,7 +231,7 @@ class ControllerStart(StartMessage):
     opens_with_route : bool
         Whether the proxies start only once there is a route.
     history_bytes : int
-        How much code is kept that only old revisions of applications need.
+        Maximum size of the code that is kept only for old revisions of applications.
     tracing : dict
         As in `ReplicaStart`.
     logging : dict or None

@@ -5,8 +5,8 @@ whole error if one attribute cannot be pickled. Other content depends on the pro
 reducers (of tblib) that add the cause, the context and the traceback. Choice: an error is its class,
 ``args``, the fields of its built-in class, its attributes, its cause and its context. Each value whose class
 defines pickling is sent as a separate pickle. A value that cannot be pickled is left out, or replaced by a
-text among ``args``. The receiver creates the error with the built-in class from which it is derived. Only if
-the error's own class has methods for pickling, these are used, if they work.
+string among ``args``. The receiver creates the error with the built-in class from which it is derived. If the
+error's own class has methods for pickling, they are used as long as they work.
 
 So an error keeps its class unless the class itself cannot be pickled, or does not exist at the receiver.
 """
@@ -75,7 +75,7 @@ _UNSENT_FIELDS = frozenset(("obj",))
 
 
 class Foreign(Enum):
-    """How to treat an error's values and class if pickling them would run code."""
+    """What to do with an error's values and class if pickling them would run code."""
 
     #: `HasCodeError` is raised.
     REFUSED = 0

@@ -47,7 +47,7 @@ set_context_suppressed = BaseException.__dict__["__suppress_context__"].__set__
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer than ``most``."""
+    """Return a string without its middle if it is longer than ``most``."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -55,7 +55,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a short representation of a value. Large built-in values are cut before they are formatted."""
+    """Return a short ``repr`` of a value; a large built-in value is truncated before it is formatted."""
     if type(value) in (str, bytes, bytearray):
         more = f" ... ({len(value)} in all)" if len(value) > MAX_VALUE else ""
         return f"{value[:MAX_VALUE]!r}{more}"

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 from daskserve.common.types import split_import_path
 from daskserve.errors import BadRequestError, CodeLoadError
 from daskserve.payload.error_text import summary_of
+from daskserve.payload.used_modules import used_by
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -40,7 +41,7 @@ MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTH
 
 
 class ImportPath(str):
-    """An import path, with the digests of the modules that it loads, by name.
+    """An import path, with the digests of the modules that it uses, by name.
 
     Only modules in the folder of the path's first module are included. Installed packages are not, because
     they do not change while a worker runs.
@@ -54,25 +55,23 @@ class ImportPath(str):
     def of(cls, path: str) -> ImportPath:
         """Return a path whose modules this process has imported, with their digests."""
         found = cls(path)
-        found.modules = {
-            each.__name__: file_digest(each) for each in _modules_beside(split_import_path(path)[0])
-        }
+        root = split_import_path(path)[0]
+        used = used_by([root], _modules_beside([root]))
+        found.modules = {name: file_digest(module) for name, module in used.items()}
         return found
 
 
-def _modules_beside(name: str) -> list[ModuleType]:
-    """Return the imported modules in the folder of a module's package, sorted, without installed ones."""
-    folder = folder_of(name)
-    if folder is None:
-        return []
+def _modules_beside(names: Iterable[str]) -> dict[str, ModuleType]:
+    """Return the imported modules in the folders of some modules' packages, without installed ones."""
+    folders = tuple(f"{each}{os.sep}" for each in set(map(folder_of, names)) if each is not None)
     # A copy, because other threads also import and forget modules.
-    modules = sys.modules.copy()
+    modules = sys.modules.copy() if folders else {}
     files = {each: getattr(module, "__file__", None) or "" for each, module in modules.items()}
-    return [
-        modules[each]
-        for each, file in sorted(files.items())
-        if each != "__main__" and file.startswith(folder + os.sep) and not _is_installed(file)
-    ]
+    return {
+        name: modules[name]
+        for name, file in sorted(files.items())
+        if name != "__main__" and file.startswith(folders) and not _is_installed(file)
+    }
 
 
 def folder_of(name: str) -> str | None:
@@ -196,9 +195,7 @@ class ModuleVersions:
 
     def check(self, *, is_exact: bool) -> None:
         """Check which versions were imported when the code was unpickled; see `import_definition`."""
-        modules = sys.modules.copy()
-        found = {name: file_digest(modules[name]) for name in self.modules if name in modules}
-        _check_versions("The code", self.modules, found, is_exact=is_exact)
+        _check_versions("The code", self.modules, is_exact=is_exact)
 
 
 def _met(modules: Mapping[str, str]) -> ModuleVersions:
@@ -208,10 +205,13 @@ def _met(modules: Mapping[str, str]) -> ModuleVersions:
 
 
 def forget_others(modules: Mapping[str, str]) -> None:
-    """Forget modules, given with their digests, if this process has imported other versions of them."""
+    """Forget a project if this process has imported other versions of some modules, given with their digests.
+
+    Modules that use them are forgotten, too. Otherwise, they would keep the old versions.
+    """
     known = {name: sys.modules[name].__dict__.get(_DIGEST) for name in modules if name in sys.modules}
     if any(digest != modules[name] for name, digest in known.items()):
-        forget(modules)
+        forget({*modules, *_modules_beside(known)})
 
 
 def forget(names: Iterable[str]) -> dict[str, ModuleType]:
@@ -252,15 +252,14 @@ def import_definition(path: str, *, is_exact: bool = False) -> Any:
     with path.lock:
         forget_others(path.modules)
         found = _imported(path)
-        digests = ImportPath.of(path).modules
-    _check_versions(path, path.modules, digests, is_exact=is_exact)
+        _check_versions(path, path.modules, is_exact=is_exact)
     return found
 
 
-def _check_versions(
-    what: str, wanted: Mapping[str, str], found: Mapping[str, str], *, is_exact: bool
-) -> None:
-    """Log a warning if modules have other versions than wanted; with ``is_exact``, raise `CodeLoadError`."""
+def _check_versions(what: str, wanted: Mapping[str, str], *, is_exact: bool) -> None:
+    """Log a warning if imported modules have other versions; with ``is_exact``, raise `CodeLoadError`."""
+    modules = sys.modules.copy()
+    found = {name: file_digest(modules[name]) for name in wanted if name in modules}
     others = sorted(name for name, digest in wanted.items() if found.get(name, digest) != digest)
     if others and is_exact:
         raise CodeLoadError(
@@ -304,7 +303,7 @@ def call_imported(path: str, option: str) -> Any:
     Raises
     ------
     BadRequestError
-        The function cannot be imported, is none, or raised; the message names the option.
+        The function cannot be imported, is not a function, or raised; the message names the option.
     """
     try:
         return import_definition(path)()

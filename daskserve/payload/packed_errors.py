@@ -148,7 +148,7 @@ class PackedError(StandInError):
         return packed
 
     def load(self) -> BaseException:
-        """Return the error, caused in the end by its remote traceback; runs code of its class."""
+        """Return the error, whose last cause is its remote traceback; runs code of its class."""
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded

@@ -31,7 +31,7 @@ class Parcel:
     Attributes
     ----------
     digest : str
-        Of the parts, in hexadecimal digits.
+        The digest of the parts, in hexadecimal.
     sizes : tuple of int
         The sizes of the parts: the pickle and its buffers.
     """

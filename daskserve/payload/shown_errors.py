@@ -3,7 +3,7 @@
 The error's message, and the traceback of the process where it was raised, show what has failed; the traceback
 is the error's cause. When a function of daskserve returns to its caller, the frames of daskserve in this
 process are removed; ``daskserve.errors.full-tracebacks`` keeps them. One frame stays, because Python adds it
-afterwards; in a notebook, this frame is also removed.
+later; a notebook does not show it.
 
 An unexpected error is a bug in daskserve, and keeps its frames for the bug report.
 """

@@ -189,7 +189,7 @@ def variable_of(value: Any, default: str) -> str:
 
 
 def shown(steps: Sequence[PathStep]) -> str:
-    """Return a path as text."""
+    """Return a path as a string."""
     texts = [each.text for each in steps]
     if len(texts) > FIRST_STEPS + LAST_STEPS:
         texts[FIRST_STEPS:-LAST_STEPS] = [" ... "]

@@ -176,7 +176,7 @@ def simulate(
     make : callable, optional
         Makes an autoscaler that differs from the controller's.
     is_exact : bool
-        Simulate single requests instead of a fluid.
+        Whether to simulate single requests instead of a fluid.
     wall_offset_s : float
         Offset from the trace's timestamps to seconds since the epoch, for schedules.
     rng : random.Random, optional

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.metrics")
 
-#: Maximum number of totals kept for removed sources, and of those among them that no other source continues,
-#: such as those of deleted deployments: each scrape has them all. The least recently updated ones are dropped
-#: first. A total that a source continues is dropped last, because Prometheus would count all of it again.
+#: Maximum number of totals that are kept for removed sources, because each scrape contains them all. The
+#: second number limits the totals that no other source continues, such as those of deleted deployments. The
+#: least recently updated totals are dropped first. Totals that another source continues are dropped last,
+#: because Prometheus would count all of them again.
 MAX_FOLDED, MAX_ENDED = 10_000, 1000
 #: How many totals are added between two searches for those that no source continues.
 SWEEP_EVERY = 500

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
-from daskserve.proxies.asgi import Headers, Scope
+from daskserve.proxies.asgi import LOST_REPLICA, Headers, Scope
 from daskserve.proxies.exchange.http_response import HTTPResponse
 from daskserve.proxies.exchange.limits.limits import LINGER
 from daskserve.proxies.exchange.request.body import BodyOnDemand, RequestBody
@@ -41,6 +42,7 @@ from daskserve.proxies.exchange.request.head import (
 )
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import Stream
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebSocketSession
 
 log = logging.getLogger("daskserve.proxies")
@@ -105,6 +107,12 @@ class Exchange:
                     )
         except RefusedRequestError as error:
             return self.refuse_head(error)
+        raw_path = path.encode("latin-1")
+        if "%" in path or not path.isascii():
+            path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
+        if connection.taken is not None and self._goes_back(connection.taken, path):
+            return 0
+        connection.path = path
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
         self.body = BodyOnDemand(self._ask_for_body) if is_on_demand else RequestBody(is_ended=length == 0)
         response.body = self.body
@@ -113,10 +121,6 @@ class Exchange:
         if length is not None and self.body.excess is not None:
             self.refuse(*self.body.excess, is_coming="Expect" not in framing)
             return length
-        raw_path = path.encode("latin-1")
-        if "%" in path or not path.isascii():
-            path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
-        connection.path = path
         scope = connection.scope.copy()
         scope["http_version"] = version[5:]
         scope["method"] = method
@@ -124,6 +128,8 @@ class Exchange:
         scope["raw_path"] = raw_path
         scope["query_string"] = query.encode("latin-1")
         scope["headers"] = headers
+        if connection.lost is not None:
+            scope[LOST_REPLICA], connection.lost = connection.lost, None
         if "Upgrade" in framing and response.is_http11 and is_handshake(method, framing):
             if length == 0:
                 self._open_socket(scope)
@@ -317,11 +323,10 @@ class Exchange:
                 server_state.app,
                 scope,
                 self._connection.stream,
-                max_message_bytes=server_state.max_message_bytes,
-                deflates_messages=server_state.deflates_messages,
                 limits=server_state.limits,
                 clock=server_state.clock,
-                on_end=server_state.sockets.discard,
+                on_end=partial(_end_socket, self._connection),
+                **server_state.websocket_options,
             )
         except BadHandshakeError as error:
             self._response.closes = True
@@ -331,9 +336,17 @@ class Exchange:
         server_state.idle_watch.unwatch(self._connection)
         self._connection.detach()
         server_state.sockets.add(session)
-        if server_state.is_draining:
+        if server_state.is_draining or server_state.moves.gives_back:
             session.go_away()
         server_state.add_task(session.start())
+
+    def _goes_back(self, taken: TakenConnection, path: str) -> bool:
+        """Return whether the connection was given back, because another process answers this path."""
+        connection = self._connection
+        if path != connection.path and self._server_state.moves.is_elsewhere(path) and connection.give_back():
+            return True
+        taken.begin()
+        return False
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
@@ -375,3 +388,9 @@ class Exchange:
 def _request_line(scope: Scope) -> str:
     # The raw path, because the decoded one may contain line breaks.
     return f"{scope['method']} {scope['raw_path'].decode('latin-1')}"
+
+
+def _end_socket(connection: Connection, session: WebSocketSession) -> None:
+    connection.server_state.sockets.discard(session)
+    if connection.taken is not None:
+        connection.taken.end()

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
+from daskserve.loops.connection_table import MovedConnection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits.limits import LINGER
 from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, SLOW
@@ -19,9 +21,13 @@ from daskserve.proxies.exchange.request.buffered_body import LEAST_BYTES, Buffer
 from daskserve.proxies.exchange.request.chunks import ChunkReader
 from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import can_detect_disconnects
+from daskserve.proxies.exchange.stream import can_detect_disconnects, duplicate
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 
 log = logging.getLogger("daskserve.proxies")
+
+#: How long a connection that leaves waits before it checks again whether its response was sent.
+SENT_S = 0.01
 
 
 class HTTPConnection(Connection):
@@ -31,16 +37,32 @@ class HTTPConnection(Connection):
     ----------
     on_made : callable
         Called once the connection is in the server state.
+    moved : MovedConnection, optional
+        What another process has received over the connection.
+    taken : TakenConnection, optional
+        Set if a proxy has given the connection to this process.
     """
 
     exchange: Exchange | None
+    #: Whether `connection_made` was called.
+    is_made = False
     #: Whether the transport takes a ``BufferedProtocol``.
     can_fill = False
     _transport: asyncio.Transport
 
-    def __init__(self, server_state: ServerState, on_made: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        server_state: ServerState,
+        on_made: Callable[[], object],
+        moved: MovedConnection | None = None,
+        taken: TakenConnection | None = None,
+    ) -> None:
         super().__init__(server_state)
         self._on_made = on_made
+        self._received = b""
+        if moved is not None:
+            self._received, self.lost, self.stays = moved.received, moved.lost, moved.stays
+        self.taken = taken
         self._is_busy = False  # a request has not been finished
         self._is_read = True  # its request is complete
         self._left = 0  # bytes of its body that have not been read
@@ -51,17 +73,26 @@ class HTTPConnection(Connection):
         self._drops_data = False  # further data is dropped
         self._has_ended = False  # the client has ended its side of the connection
         self._linger: asyncio.TimerHandle | None = None
+        self._has_left = False  # another process continues with the connection
 
     # ---- called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._transport = transport
+        self.is_made = True
+        if self.taken is not None:
+            self.stream.on_lost = self.taken.end
         self._on_made()
+        if self._received:
+            received, self._received = self._received, b""
+            self.data_received(received)
 
     def data_received(self, data: bytes) -> None:
         if self._drops_data:
             return
+        if self.taken is not None:
+            self.taken.add(data)
         self._rest = self._rest + data if self._rest else data
         self._read_on()
 
@@ -84,6 +115,8 @@ class HTTPConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._drops_data = True
         self._rest = b""
+        if self.taken is not None and not self._has_left:
+            self.taken.shut_down()  # closing this copy would not end the connection
         if self._linger is not None:
             self._linger.cancel()
         self.server_state.connections.discard(self)
@@ -101,8 +134,17 @@ class HTTPConnection(Connection):
             self.close_when_sent()
             return
         self.server_state.idle_watch.watch(self)
+        if self.taken is not None and _note_finished(self, self.taken):
+            return
         if self._rest or self._has_ended:
             asyncio.get_running_loop().call_soon(self._read_on)
+        elif (taker_of := self.server_state.moves.taker_of) is not None and not self.stays:
+            give = taker_of(self.path)
+            if give is not None:
+                _move(self, give)
+
+    def give_back(self) -> bool:
+        return _give_back(self)
 
     def close_when_sent(self) -> None:
         if self._rest and not self._drops_data and not self._has_ended:
@@ -130,13 +172,12 @@ class HTTPConnection(Connection):
             return
         self.stream.resume_reading()
         self.server_state.idle_watch.unwatch(self)
-        self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._end_linger)
-
-    def _end_linger(self) -> None:
-        self.server_state.limits.hit(LINGER)
-        self.stream.close()
+        self._linger = asyncio.get_running_loop().call_later(LINGER_S, _end_linger, self)
 
     def detach(self) -> None:
+        if self.taken is not None:
+            self.taken.fix()
+            self.stream.on_lost = None  # the WebSocket may move to another transport
         self.server_state.connections.discard(self)
         self.exchange = None
         self._drops_data = True
@@ -239,6 +280,8 @@ class HTTPConnection(Connection):
             self._is_read = True
             exchange.finish()
         elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
+            if self.taken is not None:
+                self.taken.fix()
             self._transport.set_protocol(
                 BufferedBodyProtocol(self, exchange.body, self._left, self._note_filled)
             )
@@ -264,3 +307,71 @@ class HTTPConnection(Connection):
         if room is self._room:
             self._room = None
             self._read_on()
+
+
+def _end_linger(connection: HTTPConnection) -> None:
+    connection.server_state.limits.hit(LINGER)
+    connection.stream.close()
+
+
+# ---- moves between a proxy and the processes of replicas
+
+
+def _note_finished(self: HTTPConnection, taken: TakenConnection) -> bool:
+    """Record the end of a request, and return whether the connection was given back."""
+    if self.stream.can_move():
+        taken.finish(self._rest)
+    return (taken.is_asked_back or self.server_state.moves.gives_back) and give_back_idle(self)
+
+
+def give_back_idle(self: HTTPConnection) -> bool:
+    """Give a connection back to the proxy unless it has a request; return whether it was given back."""
+    if not self.is_made or self._is_busy or self._drops_data or self._has_ended:
+        return False
+    if self.stream.writing():
+        asyncio.get_running_loop().call_later(SENT_S, give_back_idle, self)
+        return False
+    return _give_back(self)
+
+
+def _give_back(self: HTTPConnection) -> bool:
+    taken = self.taken
+    if taken is None or not taken.can_move() or not self.stream.can_move():
+        return False
+    unread = self.stream.take_unread()
+    if unread:
+        self._rest += unread
+        taken.add(unread)
+        if not taken.can_move():
+            self.stream.resume_reading()
+            return False
+    taken.give_back()
+    _leave(self)
+    return True
+
+
+def _move(self: HTTPConnection, give: Callable[[MovedConnection], bool]) -> None:
+    """Move a connection, which has no request, to another process with ``give``, if that takes it."""
+    if self._drops_data or self._rest or not self.stream.can_move() or self.stream.writing():
+        return
+    self._rest = self.stream.take_unread()
+    copy = None
+    if not self._rest:
+        with suppress(OSError):  # the process has no file descriptors left
+            copy = duplicate(self.stream.socket)
+    if copy is not None and give(MovedConnection(copy)):
+        _leave(self)
+        return
+    if copy is not None:
+        copy.close()
+    self.stream.resume_reading()
+    if self._rest:
+        asyncio.get_running_loop().call_soon(self._read_on)
+
+
+def _leave(self: HTTPConnection) -> None:
+    """Stop serving a connection, which stays open because another process has a copy of it."""
+    self._drops_data = self._has_left = True
+    self.exchange = None
+    self._rest = b""
+    self._transport.abort()

@@ -6,10 +6,12 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import ALL_HTTP_METHODS
+from daskserve.loops.connection_table import LostAttempt, MovedConnection
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
 from daskserve.proxies.exchange.limits.idle import IdleWatch
 from daskserve.proxies.exchange.limits.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDLE, Limits
@@ -17,6 +19,7 @@ from daskserve.proxies.exchange.request.body import RequestBody
 from daskserve.proxies.exchange.request.head import MALFORMED, HeadLimits, check_host
 from daskserve.proxies.exchange.response.head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
 #: The cause of a refused body, by the status of the response.
@@ -130,8 +133,11 @@ class ServerState:
         self.tls = tls
         self.idle_timeout_s = idle_timeout_s
         self.head_limits = head_limits
-        self.max_message_bytes = max_message_bytes
-        self.deflates_messages = deflates_messages
+        #: The arguments of each WebSocket.
+        self.websocket_options: dict[str, Any] = {
+            "max_message_bytes": max_message_bytes,
+            "deflates_messages": deflates_messages,
+        }
         self.tasks: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
         #: The streams of connections and WebSockets, until they are closed.
@@ -145,6 +151,7 @@ class ServerState:
         self.largest_body_bytes: Callable[[], float] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
         self.is_crowded: Callable[[str], bool] = lambda path: False
+        self.moves = Moves()
         #: Refuses another body to make room for one that exceeds the budget; returns whether it did.
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
         self.idle_watch = IdleWatch(idle_timeout_s, self._end_idle)
@@ -168,6 +175,25 @@ class ServerState:
             task.add_done_callback(self.tasks.discard)
 
 
+TakerOf: TypeAlias = Callable[[str | None], Callable[[MovedConnection], bool] | None]
+
+
+def no_taker(path: str | None = None) -> None:
+    """Return None: no process takes connections."""
+
+
+@dataclass
+class Moves:
+    """When the connections of a server move to another process."""
+
+    #: Returns whether another process has to answer requests for a path.
+    is_elsewhere: Callable[[str], bool] = lambda path: False
+    #: See `daskserve.proxies.server.server.HTTPServer.give_to`; None while no process takes connections.
+    taker_of: TakerOf | None = None
+    #: Whether connections without a request are given back to the proxy.
+    gives_back: bool = False
+
+
 class Connection(asyncio.Protocol):
     """One open connection: its stream, its addresses and its current request.
 
@@ -178,6 +204,12 @@ class Connection(asyncio.Protocol):
     client: tuple[str, int] | None
     #: The scope that each request copies and fills in, which takes half as long as building one.
     scope: dict[str, Any]
+    #: Set if a proxy has given the connection to this process.
+    taken: TakenConnection | None = None
+    #: Set if the request had begun at a replica whose process has ended.
+    lost: LostAttempt | None = None
+    #: Whether the connection must not move to another process.
+    stays = False
 
     def __init__(self, server_state: ServerState) -> None:
         self.server_state = server_state
@@ -242,6 +274,13 @@ class Connection(asyncio.Protocol):
 
     def detach(self) -> None:
         """Stop reading, and hand the stream over to a WebSocket."""
+        raise NotImplementedError
+
+    def give_back(self) -> bool:
+        """Let the proxy continue with the connection, and with the request that is about to begin, if any.
+
+        Returns False if the connection cannot move.
+        """
         raise NotImplementedError
 
     def close(self) -> None:

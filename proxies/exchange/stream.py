@@ -48,6 +48,8 @@ class Stream(asyncio.Protocol):
         self._is_reading_paused = False
         self._on_data: Callable[[bytes], None] | None = None
         self._on_close: Callable[[], None] | None = None
+        #: Called at once when the connection is closed.
+        self.on_lost: Callable[[], None] | None = None
         #: Held while another thread ends the connection, so that its descriptor is not closed meanwhile.
         self._ending = threading.Lock()
 
@@ -124,22 +126,27 @@ class Stream(asyncio.Protocol):
         Returns None if the connection cannot move, or need not: it is on that loop already, and uses a
         transport of the loop, which is the fastest.
         """
-        take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
-        is_bound = not self._can_move() or self.writing() or self.closed()
-        if is_bound or (loop is self._loop and take_unread is None):
+        is_bound = not self.can_move() or self.writing() or self.closed()
+        if is_bound or (loop is self._loop and not hasattr(self._transport, "take_unread")):
             return None
         try:
             sock = duplicate(self.socket)
         except OSError:  # the process has no file descriptors left
             return None
-        left = sock, bytes(self._unread) + (b"" if take_unread is None else take_unread())
+        left = sock, bytes(self._unread) + self.take_unread()
         self._on_close = None
         self.close()
         return left
 
-    def _can_move(self) -> bool:
-        # The state of TLS cannot move to another transport.
+    def can_move(self) -> bool:
+        """Return whether the connection can continue on a copy of its socket: it cannot with TLS."""
         return self._transport.can_write_eof()
+
+    def take_unread(self) -> bytes:
+        """Stop reading, and return what the transport has received and not passed on."""
+        self.pause_reading()
+        take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
+        return b"" if take_unread is None else take_unread()
 
     def cut(self, goodbye: bytes) -> None:
         """End the connection from any thread, after ``goodbye`` if that can be sent without waiting."""
@@ -173,6 +180,8 @@ class Stream(asyncio.Protocol):
         with self._ending:
             self._is_lost = True
         self._open_streams.discard(self)
+        if self.on_lost is not None:
+            self.on_lost()
         if not self._room.done():
             self._room.set_exception(ConnectionResetError(GONE))
             self._room.exception()  # marks it as retrieved, because nothing may await it

@@ -20,7 +20,7 @@ from daskserve.common.types import Envelope, EnvelopeKind, Receive, Send
 from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged, known_of, note_logged
-from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
+from daskserve.proxies.asgi import JSON, LOST_REPLICA, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.bodies import BodyMiddleware, BodyPreparation, cancellable, is_refused
 from daskserve.proxies.ingress.errors import reply_to
@@ -287,6 +287,8 @@ class IngressApp:
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
         if request.timeout is not None:
             request.has_trusted_timeout = scope.pop(TRUSTED_TIMEOUT, False)
+        if LOST_REPLICA in scope:
+            request.lost = scope.pop(LOST_REPLICA)
         if self._is_direct and scope["type"] == "http":
             head: Any = scope  # it belongs to this request only
         else:
@@ -344,6 +346,7 @@ class IngressApp:
         envelope.has_started = request.response.has_started
         envelope.is_direct = is_socket and self._is_direct
         envelope.model_id = request.model_id
+        envelope.lost = request.lost
         if gathering is None:  # the usual case
             return self._dispatch(endpoint, envelope, receive, request.response.send)
         return self._send(request, endpoint, envelope, receive, gathering)
@@ -383,6 +386,7 @@ class IngressApp:
             has_body=request.has_body,
             has_started=request.response.has_started,
             model_id=request.model_id,
+            lost=request.lost,
         )
         request_id = request.response.request_id.decode("latin-1")
         try:

@@ -84,7 +84,7 @@ class BodyPreparation:
     rules_of : callable
         Returns how the bodies of an endpoint are read, and their maximum size; None if not known yet.
     wait_for_rules : callable
-        Returns an awaitable that ends when they are known.
+        Returns an awaitable that ends when these rules are known.
     check_queue : callable
         Raises `BackPressureError` if no further request to an endpoint may wait for a slot.
     """
@@ -103,7 +103,7 @@ class BodyPreparation:
         """Apply the rules of an endpoint to a body.
 
         Returns an awaitable that ends when the request can be sent, and may raise the same errors; None if
-        it can be sent at once.
+        the request can be sent at once.
 
         Raises
         ------

@@ -7,10 +7,10 @@ any client could have made up the addresses to the left of it. Only trusted prox
 timeout with ``X-Request-Timeout-Seconds``.
 
 uvicorn's ``ProxyHeadersMiddleware`` is not used: uvicorn is not a requirement. It also fails
-three cases of ``test_forwarded.py``: text that is no address (``unknown``) becomes the client, an IPv4 proxy
-on a dual-stack socket (``::ffff:10.0.0.1``) is not trusted, and a list of schemes (``http, https``) is
-ignored. The CPU time is the same: 2 µs for two addresses; if every request has a new address, 7 µs here and
-6 µs in uvicorn (2,000 requests, median of seven interleaved runs).
+three cases of ``test_forwarded.py``: a string that is not an address (``unknown``) becomes the client, an
+IPv4 proxy on a dual-stack socket (``::ffff:10.0.0.1``) is not trusted, and a list of schemes (``http,
+https``) is ignored. The CPU time is the same: 2 µs for two addresses; if every request has a new address, 7
+µs here and 6 µs in uvicorn (2,000 requests, median of seven interleaved runs).
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote_plus
 
 from daskserve.common.types import ON_DEMAND, Message, Send
+from daskserve.loops.connection_table import LostAttempt
 from daskserve.proxies.asgi import REQUEST_ID
-from daskserve.proxies.exchange.response.response import Response
+from daskserve.proxies.exchange.http_response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.telemetry.tracing.carrier import TRACE_HEADERS, Carrier
 
@@ -74,6 +75,8 @@ class IngressRequest:
     has_trace_headers = False
     #: Whether the client's id is not valid.
     has_bad_id = False
+    #: Set if the request had begun at a replica that is lost.
+    lost: LostAttempt | None = None
     #: The multiplexed model; empty if none is named.
     model_id = ""
     #: The session; empty without one.
@@ -113,7 +116,7 @@ class IngressRequest:
 
 
 def text_of(value: bytes) -> str:
-    """Return the text of a header."""
+    """Return the value of a header as a string."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -8,11 +8,8 @@
    some. For `SCARCE_S`, the number of connections that are then open is the limit.
 3. If accepting fails for another reason, it pauses for `FAILED_S`, as in asyncio's servers. Tornado's
    ``add_accept_handler`` would retry in each iteration of the event loop.
-4. Several processes may accept from the same sockets. A process that did not bind them waits before it
-   accepts, longer if it has more connections, and then accepts few, so that all get an equal share. Otherwise
-   the process that the operating system wakes first would get most of them. The process that has bound the
-   sockets leaves connections to the others. If they accept none during `CHECKS` checks, they are blocked or
-   were killed, and it accepts as well.
+4. A proxy may give a connection to a replica's process, which then serves it; see
+   `daskserve.data.replica.process.given_connections`.
 """
 
 from __future__ import annotations
@@ -22,16 +19,17 @@ import errno
 import logging
 import selectors
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
 from daskserve.common.formatting import shown
+from daskserve.loops.connection_table import MovedConnection
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.server_state import Connection, ServerState
+from daskserve.proxies.exchange.server_state import Connection, ServerState, no_taker
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 from daskserve.telemetry.error_log import SparseLog
 
 log = logging.getLogger("daskserve.proxies")
@@ -45,13 +43,6 @@ IDLE_S = 1.0
 FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
-#: Interval and number of the checks whether other processes accept from a socket that this one has bound.
-CHECK_S, CHECKS = 0.02, 10
-#: A process that has not bound the sockets waits at most this long before it accepts, and half as long if it
-#: has `_HALF` connections. It then accepts one connection, and one more for each `_PER_SHARE` that it has.
-_SHARING_S, _HALF, _PER_SHARE = 0.02, 64, 16
-#: How long this process stops leaving connections to others, after they have accepted none.
-BLOCKED_S = 1.0
 #: How long the limit is lower after the process ran out of file descriptors. It then closes one in
 #: `_SPARE_SHARE` of its connections, but at most `_SPARE`.
 SCARCE_S = 10.0
@@ -65,9 +56,6 @@ _HANDSHAKES_S = 0.5
 _SHARE = 3 / 4
 #: Maximum default. An idle connection takes about 10 kB of memory.
 _MOST = 10_000
-
-#: The offset of ``tcpi_unacked`` in Linux' ``struct tcp_info``.
-_TCPI_UNACKED = 24
 
 #: The causes of pauses.
 FULL, NO_DESCRIPTORS, FAILED = "max_connections", "descriptors", "other"
@@ -99,15 +87,6 @@ def is_readable(sockets: Iterable[socket.socket]) -> bool:
         for sock in sockets:
             waiting.register(sock, selectors.EVENT_READ)
         return bool(waiting.select(0))
-
-
-def _backlog_of(listening: socket.socket) -> int:
-    """Return how many connections wait on a listening socket; 1 if the system does not report it."""
-    if sys.platform != "linux":
-        return 1
-    # For a listening socket, ``tcpi_unacked`` is the length of its queue.
-    info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCPI_UNACKED + 4)
-    return int.from_bytes(info[_TCPI_UNACKED:], sys.byteorder)
 
 
 def _is_unused(connection: Connection) -> bool:
@@ -153,13 +132,11 @@ class Acceptor:
         self._fitting = max_connections
         self._scarce_until = float("-inf")
         self._pause: asyncio.TimerHandle | None = None
-        #: Whether another process has bound the sockets.
-        self._is_guest = False
-        #: Whether other processes accept from these sockets; the number of checks since they last accepted a
-        #: connection; how many waited at the last check; until when none is left to them.
-        self._has_others = False
-        self._checks = self._waited = 0
-        self._others_blocked_until = float("-inf")
+        #: Returns a function that gives a new connection to another process; None if there is none.
+        self.taker: Callable[[], Callable[[MovedConnection], bool] | None] = no_taker
+        #: Returns how many connections other processes have; lets one of them close an idle connection.
+        self.given: Callable[[], int] = int
+        self.evict_given: Callable[[], object] = int
         self._cause = ""  # of the current pause, or of the last attempt
         self._logged = SparseLog(_LOG_AGAIN_S)
         self.pauses = dict.fromkeys((FULL, NO_DESCRIPTORS, FAILED), 0)
@@ -175,9 +152,8 @@ class Acceptor:
         """Whether accepting pauses."""
         return self._pause is not None
 
-    def start(self, sockets: list[socket.socket], *, is_guest: bool = False) -> None:
-        """Accept connections on listening sockets; ``is_guest`` if another process has bound them."""
-        self._is_guest = is_guest
+    def start(self, sockets: list[socket.socket]) -> None:
+        """Accept connections on listening sockets."""
         limit = descriptor_limit()
         if limit is not None and self._max_connections >= limit:
             log.warning(
@@ -188,10 +164,6 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._watch()
-
-    def leave_to_others(self, has_others: bool) -> None:
-        """Set whether other processes accept from these sockets; they get the connections first."""
-        self._has_others = has_others
 
     def stop(self) -> None:
         """Stop accepting. Idempotent."""
@@ -219,53 +191,20 @@ class Acceptor:
 
     def _watch(self) -> None:
         for sock in self._sockets:
-            self._loop.add_reader(sock, self._find, sock)
+            self._loop.add_reader(sock, self._accept, sock)
 
     def _unwatch(self) -> None:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
 
-    def _find(self, listening: socket.socket) -> None:
-        """Accept waiting connections, or leave them to other processes first."""
-        if self._has_others and self._loop.time() >= self._others_blocked_until:
-            self._unwatch()
-            self._checks, self._waited = 0, self._waiting()
-            self._pause = self._loop.call_later(CHECK_S, self._check_backlog)
-        elif self._is_guest and (count := self.open):
-            self._unwatch()
-            self._pause = self._loop.call_later(_SHARING_S * count / (count + _HALF), self._accept_share)
-        else:
-            self._accept(listening)
-
-    def _waiting(self) -> int:
-        """Return how many connections wait; see `_backlog_of`."""
-        return sum(map(_backlog_of, self._sockets)) if is_readable(self._sockets) else 0
-
-    def _accept_share(self) -> None:
-        """Accept some connections that no process with fewer connections has accepted."""
-        self._resume()
-        for each in list(self._sockets):
-            if self._pause is None:
-                self._accept(each)
-
-    def _check_backlog(self) -> None:
-        """Go on leaving connections to other processes, unless these have accepted none for some time."""
-        if waiting := self._waiting():
-            self._checks = 0 if waiting < self._waited else self._checks + 1
-            self._waited = waiting
-            if self._checks < CHECKS:
-                self._pause = self._loop.call_later(CHECK_S, self._check_backlog)
-                return
-            self._others_blocked_until = self._loop.time() + BLOCKED_S
-        self._resume()
-
     def _accept(self, listening: socket.socket) -> None:
-        at_once = 1 + self.open // _PER_SHARE if self._is_guest else _ACCEPT_AT_ONCE
-        for _ in range(at_once):
+        for _ in range(_ACCEPT_AT_ONCE):
             close_idle = None
-            if self.open >= (limit := self._limit()):
+            if self.open + self.given() >= (limit := self._limit()):
                 close_idle = self._find_idle()
                 if close_idle is None:
+                    if is_readable([listening]):
+                        self.evict_given()
                     if limit < self._max_connections:
                         self._pause_for(FULL_S, NO_DESCRIPTORS, f"file descriptors suffice for {limit} only")
                     else:
@@ -278,10 +217,7 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno == errno.EINVAL:  # the process that bound the socket has stopped listening
-                    self._loop.remove_reader(listening)
-                    self._sockets.remove(listening)
-                elif error.errno not in _NO_DESCRIPTORS:
+                if error.errno not in _NO_DESCRIPTORS:
                     self._pause_for(FAILED_S, FAILED, str(error))
                 elif is_readable([listening]):  # otherwise no client waits; the error occurs anyway
                     self._make_room(str(error))
@@ -295,22 +231,40 @@ class Acceptor:
     def _accept_next(self, listening: socket.socket) -> None:
         sock, _ = listening.accept()
         sock.setblocking(False)
+        moved = MovedConnection(sock)
+        give = self.taker()
+        if give is None or not give(moved):
+            self.serve(moved)
+
+    def serve(self, moved: MovedConnection, taken: TakenConnection | None = None) -> HTTPConnection:
+        """Serve a connection; for ``taken``, see `daskserve.proxies.server.receiver`."""
+        sock = moved.sock
         made = partial(self._setups.pop, sock, None)
+        connection = HTTPConnection(self._server_state, made, moved, taken)
+        if taken is not None and self._server_state.tls is not None:
+            taken.fix()  # the state of TLS cannot move
         try:
-            setting_up = self._connect(HTTPConnection(self._server_state, made), sock)
+            setting_up = self._connect(connection, sock)
         except OSError as error:
-            _drop(sock, error)
-            return
+            _drop(connection, sock, error)
+            return connection
         if setting_up is not None:
-            setup = self._tasks.spawn(_set_up(setting_up, sock))
-            self._setups[sock] = setup, self._loop.time()
+            setup = self._tasks.spawn(_set_up(setting_up, connection, sock))
+            self._setups[sock] = setup, asyncio.get_running_loop().time()
             setup.add_done_callback(lambda _: made())
+        return connection
 
     def _limit(self) -> int:
         """Return the current maximum number of connections."""
         if self._loop.time() >= self._scarce_until:
             return self._max_connections
         return min(self._fitting, self._max_connections)
+
+    def evict(self) -> None:
+        """Close the connection that has been idle longest, if there is one."""
+        if (close_idle := self._find_idle()) is not None:
+            self.evicted += 1
+            close_idle()
 
     def _make_room(self, reason: str) -> None:
         """Close idle connections, because the process has no file descriptors left."""
@@ -360,13 +314,17 @@ class Acceptor:
         self._watch()
 
 
-async def _set_up(setting_up: Coroutine[Any, Any, None], sock: socket.socket) -> None:
+async def _set_up(
+    setting_up: Coroutine[Any, Any, None], connection: HTTPConnection, sock: socket.socket
+) -> None:
     try:
         await setting_up
     except OSError as error:
-        _drop(sock, error)
+        _drop(connection, sock, error)
 
 
-def _drop(sock: socket.socket, error: OSError) -> None:
+def _drop(connection: HTTPConnection, sock: socket.socket, error: OSError) -> None:
     log.debug("A client disconnected before its connection was set up: %r", error)
     sock.close()
+    if connection.taken is not None:
+        connection.taken.end()

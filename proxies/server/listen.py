@@ -42,10 +42,10 @@ async def bind_sockets(
     port : int
         0 selects a free port.
     reuse_port : bool
-        Let other listeners of the same user share the port.
+        Whether other listeners of the same user may share the port.
     claims_port : bool
-        Raise an error if other listeners share the port. False for the second and later listeners of an
-        instance.
+        Whether to raise an error if other listeners share the port. False for the second and later listeners
+        of an instance.
     option : str
         The HTTP option that sets the port, for errors.
 

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,12 @@ from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.formatting import shown
 from daskserve.common.types import EVERY_ADDRESS
 from daskserve.errors import PortInUseError
+from daskserve.loops.connection_table import MovedConnection
 from daskserve.proxies.asgi import ASGIApp
+from daskserve.proxies.exchange.http_connection import HTTPConnection, give_back_idle
 from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.request.head import HeadLimits
-from daskserve.proxies.exchange.server_state import NoteRefused, ServerState
+from daskserve.proxies.exchange.server_state import NoteRefused, ServerState, TakerOf, no_taker
 from daskserve.proxies.exchange.slow_clients import SlowClientWatch
 from daskserve.proxies.server import asyncio_transport, tornado_transport
 from daskserve.proxies.server.acceptor import (
@@ -34,6 +35,7 @@ from daskserve.proxies.server.acceptor import (
 )
 from daskserve.proxies.server.disconnects import DisconnectWatch
 from daskserve.proxies.server.listen import bind_sockets
+from daskserve.proxies.server.receiver import ConnectionReceiver
 from daskserve.telemetry.table import MetricSample
 
 if TYPE_CHECKING:
@@ -66,14 +68,14 @@ class HTTPServer:
     options : HTTPOptions
         The address, and the limits of connections.
     reuse_port : bool
-        Let other servers of the same user listen on the same port.
+        Whether other servers of the same user may listen on the same port.
     claims_port : bool
-        Raise an error if other servers share the port. False for the second and later servers of an instance
-        on a host.
+        Whether to raise an error if other servers share the port. False for the second and later servers of
+        an instance on a host.
     public_host : str
         The host in `urls` if the server listens on every address, as with ``0.0.0.0``.
     tls : ssl.SSLContext, optional
-        Serve HTTPS, with this context.
+        The context for HTTPS.
     port_option : str
         The HTTP option that sets the port, for errors.
     """
@@ -110,16 +112,14 @@ class HTTPServer:
             limits=Limits(options),
         )
         self._disconnects = DisconnectWatch(self.state)
-        self._acceptor = Acceptor(
-            self.state,
-            options.max_connections or default_max_connections(descriptor_limit()),
-            TRANSPORTS[options.server],
-        )
+        self.max_connections = options.max_connections or default_max_connections(descriptor_limit())
+        self._acceptor = Acceptor(self.state, self.max_connections, TRANSPORTS[options.server])
         self._slow_clients = SlowClientWatch(self.state)
         self._sockets: list[socket.socket] = []
         self._is_started = False
-        #: Whether another process has bound the sockets, and whether other processes have been given them.
-        self._is_guest = self._is_host = False
+        self._taker_of: TakerOf = no_taker
+        #: Takes connections in place of the acceptor; see `receive`.
+        self._receiver: ConnectionReceiver | None = None
 
     @property
     def port(self) -> int:
@@ -172,19 +172,48 @@ class HTTPServer:
         """Call a function for each request that the server refuses in place of the application."""
         self.state.refusals.notify = note
 
-    def adopt(self, sockets: list[socket.socket]) -> None:
-        """Accept from sockets that another process has bound; call this in place of `bind`."""
-        self._sockets, self._is_guest = sockets, True
-        self._port = sockets[0].getsockname()[1]
+    def give_to(
+        self, taker_of: TakerOf, given: Callable[[], int] = int, evict_given: Callable[[], object] = int
+    ) -> None:
+        """Give connections to other processes, which serve them.
 
-    def share(self) -> list[int]:
-        """Return the descriptors of the listening sockets, for other processes that `adopt` them."""
-        self._is_host = True
-        return [each.fileno() for each in self._sockets]
+        Parameters
+        ----------
+        taker_of : callable
+            Returns a function that gives a connection to a process that answers requests for a path, or for
+            any if it is None; returns None if there is no such process.
+        given : callable
+            Returns how many connections other processes have.
+        evict_given : callable
+            Lets one of them close an idle connection.
+        """
+        self._taker_of = taker_of
+        self._acceptor.given, self._acceptor.evict_given = given, evict_given
 
-    def leave_to_others(self, has_others: bool) -> None:
-        """Set whether connections are left to the processes that have adopted the sockets."""
-        self._acceptor.leave_to_others(has_others)
+    def set_giving(self, is_giving: bool) -> None:
+        """Set whether any process takes connections."""
+        self._acceptor.taker = partial(self._taker_of, None) if is_giving else no_taker
+        self.state.moves.taker_of = self._taker_of if is_giving else None
+
+    def serve(self, moved: MovedConnection) -> None:
+        """Serve a connection that another process has served, unless the server stops."""
+        if self.state.is_draining:
+            moved.sock.close()
+        else:
+            self._acceptor.serve(moved)
+
+    def receive(self, files: Sequence[int], is_elsewhere: Callable[[str], bool]) -> None:
+        """Serve the connections that a proxy gives to this process; call this in place of `bind`.
+
+        Parameters
+        ----------
+        files : sequence of int
+            See `daskserve.proxies.server.receiver.ConnectionReceiver`.
+        is_elsewhere : callable
+            Returns whether another process has to answer requests for a path.
+        """
+        self.state.moves.is_elsewhere = is_elsewhere
+        self._receiver = ConnectionReceiver(files, self._acceptor.serve, self._acceptor.evict)
 
     async def bind(self, *, may_move: bool = False) -> None:
         """Bind the port; if another program uses it and the server ``may_move``, bind a free one.
@@ -214,26 +243,36 @@ class HTTPServer:
     def start(self) -> None:
         """Start accepting connections."""
         self._is_started = True
-        self._acceptor.start(self._sockets, is_guest=self._is_guest)
         self._disconnects.start()
         self._slow_clients.start()
+        if self._receiver is not None:
+            self._receiver.start()
+            return
+        self._acceptor.start(self._sockets)
         log.info("Listening on %s", self.urls[0])
 
-    async def drain(self, grace_s: float, *, sends_away: bool = True) -> None:
+    async def drain(self, grace_s: float, *, sends_away: bool = True, gives_back: bool = False) -> None:
         """Stop accepting connections, and wait up to ``grace_s`` for requests in flight.
 
         From now on, each response closes its connection. Connections in the backlog are accepted first,
-        because closing the socket would reset them. The backlog of another process's socket is left to it.
+        because closing the socket would reset them.
 
         Parameters
         ----------
         sends_away : bool
             Whether to close WebSockets, with code 1001.
+        gives_back : bool
+            Give connections back to the proxy instead of closing them.
         """
-        self.state.is_draining = True
-        self._acceptor.leave_to_others(False)
+        self.state.moves.gives_back, self.state.is_draining = gives_back, not gives_back
+        if self._receiver is not None:
+            self._receiver.stop()
+        if gives_back:
+            for connection in list(self.state.connections):
+                assert isinstance(connection, HTTPConnection)
+                give_back_idle(connection)
         deadline = self._clock.now() + grace_s
-        if self._is_started and not self._is_guest:
+        if self._is_started and self._receiver is None:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
@@ -273,6 +312,8 @@ class HTTPServer:
         await self._acceptor.close()
         while self.state.streams:
             await self._clock.sleep(0)
+        if self._receiver is not None:
+            self._receiver.close()
 
     def __repr__(self) -> str:
         server_state = self.state
@@ -285,13 +326,9 @@ class HTTPServer:
     async def _close_sockets(self, *, accepts: bool = False) -> None:
         self._acceptor.stop()
         for sock in self._sockets:
-            if self._is_started and accepts and not self._is_guest:
+            if self._is_started and accepts:
                 # Closing the socket resets connections that have arrived since the last check.
                 self._acceptor.accept_last(sock)
-            if self._is_host:
-                # Otherwise it would get connections until all processes, even a blocked one, close it.
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
             sock.close()  # idempotent
         self._sockets = []
         await self._acceptor.wait_set_up()

@@ -17,7 +17,8 @@ from tornado.iostream import IOStream, SSLIOStream
 #: How much is read at a time, and how much in one iteration of the event loop.
 _PIECE_BYTES = 64 * 1024
 _TURN_BYTES = 256 * 1024
-#: Argument of ``IOStream.close`` that tells it from a call by Tornado at the end of the client's data.
+#: Argument of ``IOStream.close`` that distinguishes daskserve's calls from Tornado's own, at the end of the
+#: client's data.
 _NO_ERROR = (None, None, None)
 
 

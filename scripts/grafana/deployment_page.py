@@ -94,7 +94,7 @@ REQUESTS = Row(
                 Query(rate("router_rejections"), "rejected"),
                 Query(rate("deployment_rejections"), "sent back, every slot taken"),
                 Query(rate("router_retries", ("cause",)), "retried, {{cause}}"),
-                Query(rate("router_hedges", ("outcome",)), "second try, {{outcome}}"),
+                Query(rate("router_hedges", ("outcome",)), "second attempt, {{outcome}}"),
                 Query(rate("router_fallbacks", ("cause",)), "router failed, {{cause}}"),
             ],
             Unit.REQUESTS_PER_S,

@@ -91,7 +91,7 @@ def test_a_check_that_wants_the_opposite_restarts_the_delay() -> None:
     assert bench.changes == [(73, 5)]
 
 
-def test_a_step_down_keeps_the_most_wanted_in_the_look_back_period() -> None:
+def test_a_step_down_keeps_the_most_requested_in_the_look_back_period() -> None:
     policy = wants(*[2] * 15, 6, *[2] * 100)
     bench = Bench(policy=policy, target=9, max_replicas=10, downscale_delay_s=20, look_back_period_s=10)
     bench.run(60)

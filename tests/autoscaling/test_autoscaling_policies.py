@@ -15,7 +15,7 @@ from tables import each_case
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.cron import CronExpression
 from daskserve.autoscaling.latency import quantile_of
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
 
 PROMETHEUS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from tables import each_case
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler
 from daskserve.autoscaling.custom import CustomMetrics, PerReplica
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.control.observed.loads import STALE_S, Loads
 from daskserve.options.autoscaling import AutoscalingConfig
 

@@ -17,7 +17,7 @@ from tornado.web import Application, RequestHandler
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.client.views.explanation import Explanation
 from daskserve.common.clock import LoopClock
 from daskserve.control.scaling.backlog import REPLY_TIMEOUT_S, Backlog

@@ -129,7 +129,7 @@ def test_followed_events_are_one_object_for_each_line(shop: Client, monkeypatch:
     assert asked[1]["after"] == shop._events(None, limit=2).next
 
 
-def test_explain_tells_of_one_deployment_or_of_all() -> None:
+def test_explain_shows_one_deployment_or_all() -> None:
     assert call("explain", "shop/model").stdout.startswith("shop/model: 1 of 1 wanted replicas run.")
     assert list(json.loads(call("explain", "shop", "--json").stdout)) == ["model"]
 

@@ -152,7 +152,7 @@ def test_awaitable_forms_name_themselves_in_errors() -> None:
         asyncio.run(serve.run_async(None, grpc_options={}))  # type: ignore[call-arg]
 
 
-def test_an_argument_that_nobody_has_is_a_type_error() -> None:
+def test_an_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         serve.run(None, nonsense=1)  # type: ignore[call-arg]
 

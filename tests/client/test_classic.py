@@ -187,7 +187,7 @@ def test_without_an_instance_they_say_so() -> None:
 
 @pytest.mark.usefixtures("instance")
 class TestDeploy:
-    def test_it_tells_whether_it_updated(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_it_returns_whether_it_updated(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "daskserve.client"):
             assert Echo.deploy() is True
             assert Echo.deploy() is False

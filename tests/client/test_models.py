@@ -103,12 +103,12 @@ def test_models_are_loaded_and_unloaded_without_a_deploy(folder: Path, client: C
     poll_for(lambda: handle.remote(1).result()[1] == ["three/9"])
     assert states(client) == {"9": "AVAILABLE", "10": "READY"}
     assert serve.status().backends["Adder"].models == {"three": {"10": "READY"}}
-    told = [each for each in serve.events("default") if each.kind.startswith("MODEL")]
-    assert [each.message for each in told[-2:]] == [
+    received = [each for each in serve.events("default") if each.kind.startswith("MODEL")]
+    assert [each.message for each in received[-2:]] == [
         "Version 10 is the default of model 'three'",
         "Version 9 of model 'three' is unloaded",
     ]
-    assert all(str(os.getpid()) in each.by for each in told)
+    assert all(str(os.getpid()) in each.by for each in received)
 
 
 def test_replicas_that_start_later_have_the_same_models(folder: Path, client: Client) -> None:
@@ -131,10 +131,10 @@ def test_a_model_that_fails_to_load_leaves_the_old_version_serving(folder: Path,
         "model 'three' version 11 could not be loaded: ValueErr"
     )
     assert found.backends["Adder"].message.endswith("; version 9 serves")
-    told = [(each.kind, each.message) for each in client.events() if each.kind.startswith("MODEL")]
-    assert told[0] == ("MODEL_LOADED", "Version 9 of model 'three' is loaded")
-    assert told[1][0] == "MODEL_FAILED"
-    assert told[1][1].startswith("Version 11 of model 'three' could not be loaded: ValueError: invalid")
+    received = [(each.kind, each.message) for each in client.events() if each.kind.startswith("MODEL")]
+    assert received[0] == ("MODEL_LOADED", "Version 9 of model 'three' is loaded")
+    assert received[1][0] == "MODEL_FAILED"
+    assert received[1][1].startswith("Version 11 of model 'three' could not be loaded: ValueError: invalid")
     (folder / "three" / "11" / "number").write_text("11")
     assert client.load_model("Adder", "three") == "11", "another attempt"
     assert (handle.remote(1).result()[0], serve.status().backends["Adder"].message) == (12, "")

@@ -83,7 +83,7 @@ def test_a_change_under_way_whose_deployment_is_deleted_says_so(verb: Any, tmp_p
     asyncio.run(main())
 
 
-def test_the_applications_of_one_call_are_told_one_by_one(tmp_path: Path) -> None:
+def test_the_applications_of_one_call_are_reported_one_by_one(tmp_path: Path) -> None:
     async def main() -> None:
         async with local_instance_async() as client:
             both = [
@@ -109,8 +109,12 @@ def test_a_goal_that_a_later_change_replaces_is_complete_for_who_waits_for_it(tm
             assert isinstance(goal, str)
             later = await client.deploy("Late", quick, version="2", blocking=False)
             assert await client.wait_for_goal(goal, 5)
-            (told,) = (each for each in (await client.status()).goals if each.goal_id == goal)
-            assert (told.state, told.successor, told.by) == ("DONE", later, this_program())
+            (goal_status,) = (each for each in (await client.status()).goals if each.goal_id == goal)
+            assert (goal_status.state, goal_status.successor, goal_status.by) == (
+                "DONE",
+                later,
+                this_program(),
+            )
             (tmp_path / "go").touch()
 
     asyncio.run(main())

@@ -37,7 +37,7 @@ def test_a_replica_knows_its_bundles() -> None:
         assert client.run(Alone.bind(), name="alone", route_prefix=None).remote().result(timeout_s=10)
 
 
-def test_tasks_are_told_of_declared_resources_only() -> None:
+def test_tasks_see_declared_resources_only() -> None:
     bundle = serve.context.PlacementBundle("tcp://w1", {"CPU": 2, "memory": 5, "GPU": 1, "license": 2})
     assert bundle.dask_resources == {"GPU": 1, "license": 2}
 

@@ -186,7 +186,7 @@ def _ipython(shell: object) -> Any:
     return type("IPython", (), {"get_ipython": staticmethod(lambda: shell)})
 
 
-def test_what_is_announced_is_printed_where_somebody_looks_and_logged_elsewhere(
+def test_announcements_are_printed_on_terminals_and_logged_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     streams = {"stdout": io.StringIO(), "stderr": io.StringIO()}

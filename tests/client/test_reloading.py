@@ -179,7 +179,7 @@ def test_the_ingress_alone_has_the_number_of_workers(folder: Path) -> None:
 
 def test_an_error_is_reported_once_and_the_next_save_is_deployed(folder: Path) -> None:
     lines: list[str] = []
-    told = threading.Condition()
+    changed = threading.Condition()
     outcomes: list[Any] = [
         ReplicaStartError("It failed.", user_traceback="Traceback"),
         lambda: "deployed",
@@ -192,13 +192,13 @@ def test_an_error_is_reported_once_and_the_next_save_is_deployed(folder: Path) -
         return outcome
 
     def report(line: str) -> None:
-        with told:
+        with changed:
             lines.append(line)
-            told.notify()
+            changed.notify()
 
     def wait_for(*expected: str) -> None:
-        with told:
-            assert told.wait_for(lambda: lines == list(expected), 5), lines
+        with changed:
+            assert changed.wait_for(lambda: lines == list(expected), 5), lines
             lines.clear()
 
     reloader = Reloader(Patterns.of([str(folder)]), build, report)

@@ -69,7 +69,7 @@ def test_an_end_says_what_it_waits_for_and_a_second_signal_ends_it(
 ) -> None:
     lines: list[str] = []
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         lines.extend(capsys.readouterr().out.splitlines())
         is_serving = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL and begun.is_set()
         return is_serving if len(sent) == 0 else any("Stopping" in line for line in lines)
@@ -82,7 +82,7 @@ def test_an_end_says_what_it_waits_for_and_a_second_signal_ends_it(
         began = time.monotonic()
 
         def condition() -> bool:
-            holds = is_told()
+            holds = is_reported()
             if holds:
                 sent.append(1)
             return holds

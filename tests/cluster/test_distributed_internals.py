@@ -183,24 +183,24 @@ BROKE = "worker-handle-scheduler-connection-broken"
 
 
 async def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks() -> None:
-    for fate, closed in [
+    for outcome, closed in [
         (WorkerOutcome.STAYS, []),
         (WorkerOutcome.RESTARTS, [(False, False, BROKE)]),
         (WorkerOutcome.CLOSES, [(True, True, BROKE)]),
     ]:
 
-        async def survive(fate: WorkerOutcome = fate) -> WorkerOutcome:
-            return fate
+        async def survive(outcome: WorkerOutcome = outcome) -> WorkerOutcome:
+            return outcome
 
         worker: Any = ClosingWorker()
         answer_lost_scheduler(worker, survive)
         await worker.close(reason=BROKE)
-        assert worker.closed == closed, fate
+        assert worker.closed == closed, outcome
         stop_answering_lost_scheduler(worker)
-        assert "close" not in vars(worker), fate
+        assert "close" not in vars(worker), outcome
 
 
-async def test_a_worker_that_is_told_to_close_closes_while_its_scheduler_is_away() -> None:
+async def test_a_worker_that_is_asked_to_close_closes_while_its_scheduler_is_away() -> None:
     worker: Any = ClosingWorker()
     back = asyncio.Event()
 

@@ -124,12 +124,12 @@ async def started(wire: Wire, *keys: str) -> tuple[LongPollClient, dict[str, lis
     """Return a client that watches keys and knows their values, and the values reported for each key."""
     client = wire.client()
     await client.start()
-    told: dict[str, list[Any]] = {key: [] for key in keys}
+    received: dict[str, list[Any]] = {key: [] for key in keys}
     for key in keys:
-        client.watch(key, told[key].append)
+        client.watch(key, received[key].append)
     await quiet()
     wire.fetches.clear()
-    return client, told
+    return client, received
 
 
 # ---- the host
@@ -213,12 +213,12 @@ async def test_listening_returns_empty_after_30_seconds(wire: Wire) -> None:
 
 async def test_a_watcher_gets_the_current_value_and_every_change(wire: Wire) -> None:
     wire.host.notify({"a": 1})
-    client, told = await started(wire, "a")
-    assert told["a"] == [1]
+    client, received = await started(wire, "a")
+    assert received["a"] == [1]
     for value in (2, [3], None):
         wire.host.notify({"a": value})
         wire.deliver()
-    assert told["a"] == [1, 2, (3,), None]
+    assert received["a"] == [1, 2, (3,), None]
     assert client.snapshot_id == (1, 4)
     assert wire.fetches == []
 
@@ -226,40 +226,40 @@ async def test_a_watcher_gets_the_current_value_and_every_change(wire: Wire) -> 
 async def test_a_second_watcher_gets_the_known_value_immediately(wire: Wire) -> None:
     wire.host.notify({"a": 1})
     client, _ = await started(wire, "a")
-    told: list[Any] = []
-    client.watch("a", told.append)
-    assert told == [1]
+    received: list[Any] = []
+    client.watch("a", received.append)
+    assert received == [1]
     assert wire.fetches == []
 
 
 async def test_a_watcher_of_an_unknown_key_gets_none(wire: Wire) -> None:
-    _, told = await started(wire, "never")
-    assert told["never"] == [None]
+    _, received = await started(wire, "never")
+    assert received["never"] == [None]
 
 
 async def test_an_update_without_watchers_only_advances_the_snapshot(wire: Wire) -> None:
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     wire.host.notify({"b": LARGE})
     wire.deliver()
     await quiet()
     assert client.snapshot_id == (1, 1)
-    assert told["a"] == [None]
+    assert received["a"] == [None]
     assert wire.fetches == []
 
 
 async def test_only_a_large_value_is_fetched(wire: Wire) -> None:
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     wire.host.notify({"a": LARGE})
     wire.deliver()
     assert client.snapshot_id == (1, 0)
     await quiet()
-    assert told["a"] == [None, LARGE]
+    assert received["a"] == [None, LARGE]
     assert client.snapshot_id == (1, 1)
     assert wire.fetches == [["a"]]
 
 
 async def test_a_stopped_watcher_gets_no_more_values_and_can_watch_again(wire: Wire) -> None:
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     more: list[Any] = []
     stop = client.watch("b", more.append)
     await quiet()
@@ -271,18 +271,18 @@ async def test_a_stopped_watcher_gets_no_more_values_and_can_watch_again(wire: W
     client.watch("b", more.append)
     await quiet()
     assert more == [None, 1]
-    assert told["a"][-1] == 1
+    assert received["a"][-1] == 1
 
 
 async def test_a_watcher_that_leaves_before_its_first_value_costs_no_fetches_later(wire: Wire) -> None:
-    client, told = await started(wire, "a")
-    client.watch("b", told["a"].append)()
+    client, received = await started(wire, "a")
+    client.watch("b", received["a"].append)()
     await quiet()
     wire.fetches.clear()
     wire.host.notify({"a": 1})
     wire.deliver()
     await quiet()
-    assert (told["a"], client.snapshot_id, wire.fetches) == ([None, 1], (1, 1), [])
+    assert (received["a"], client.snapshot_id, wire.fetches) == ([None, 1], (1, 1), [])
 
 
 async def test_a_value_that_arrives_after_its_watcher_left_is_not_kept(wire: Wire) -> None:
@@ -301,14 +301,14 @@ async def test_a_value_that_arrives_after_its_watcher_left_is_not_kept(wire: Wir
     wire.host.notify({"a": "new"})
     wire.deliver()
     await quiet()
-    told: list[Any] = []
-    client.watch("a", told.append)
+    received: list[Any] = []
+    client.watch("a", received.append)
     await quiet()
-    assert told == ["new"]
+    assert received == ["new"]
 
 
 async def test_waiting_for_a_snapshot(wire: Wire) -> None:
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     await client.wait_for_snapshot((1, 0), 1)
     snapshot = wire.host.notify({"a": LARGE})
     waiting = asyncio.create_task(client.wait_for_snapshot(snapshot, 1))
@@ -316,7 +316,7 @@ async def test_waiting_for_a_snapshot(wire: Wire) -> None:
     assert not waiting.done()
     wire.deliver()
     await waiting
-    assert told["a"][-1] == LARGE
+    assert received["a"][-1] == LARGE
     with pytest.raises(TimeoutError):
         await client.wait_for_snapshot((1, 2), 3)
     assert asyncio.get_running_loop().time() >= 3
@@ -341,43 +341,43 @@ async def test_callbacks_run_when_workers_leave_and_when_the_instance_ends(wire:
 
 
 async def test_a_gap_makes_the_client_fetch_all_watched_keys(wire: Wire) -> None:
-    client, told = await started(wire, "a", "b")
+    client, received = await started(wire, "a", "b")
     for number in (1, 2, 3):
         wire.host.notify({"a": number} if number != 2 else {"b": number})
     wire.deliver(0, 2)
     assert client.snapshot_id == (1, 1)
     await quiet()
     assert client.snapshot_id == (1, 3)
-    assert (told["a"][-1], told["b"][-1]) == (3, 2)
+    assert (received["a"][-1], received["b"][-1]) == (3, 2)
     assert wire.fetches == [["a", "b"]]
 
 
 async def test_old_updates_are_ignored(wire: Wire) -> None:
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     for number in (1, 2, 3):
         wire.host.notify({"a": number})
     updates = list(wire.updates)
     wire.deliver()
     wire.hear(*updates, *reversed(updates))
     await quiet()
-    assert told["a"] == [None, 1, 2, 3]
+    assert received["a"] == [None, 1, 2, 3]
     assert client.snapshot_id == (1, 3)
     assert wire.fetches == []
 
 
 async def test_a_new_controller_makes_the_client_fetch_everything(wire: Wire) -> None:
     wire.host.notify({"a": "old", "b": "old"})
-    client, told = await started(wire, "a", "b")
+    client, received = await started(wire, "a", "b")
     wire.new_host()
     wire.host.notify({"a": "new"})
     wire.deliver(1)
     await quiet()
     assert client.snapshot_id == (2, 1)
-    assert (told["a"][-1], told["b"][-1]) == ("new", None)
+    assert (received["a"][-1], received["b"][-1]) == ("new", None)
 
 
 async def test_updates_of_the_old_controller_are_ignored(wire: Wire) -> None:
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     old = wire.host
     wire.new_host().notify({"a": "new"})
     wire.deliver()
@@ -385,31 +385,31 @@ async def test_updates_of_the_old_controller_are_ignored(wire: Wire) -> None:
     old.notify({"a": "old"})
     wire.deliver()
     await quiet()
-    assert told["a"][-1] == "new"
+    assert received["a"][-1] == "new"
     assert client.snapshot_id == (2, 1)
 
 
 async def test_a_fetch_answered_by_the_old_controller_is_ignored(wire: Wire) -> None:
     """The old controller was replaced but is alive, and this process still has its address."""
     wire.host.notify({"a": "old"})
-    client, told = await started(wire, "a")
+    client, received = await started(wire, "a")
     wire.new_host().notify({"a": "new"})
     wire.stale_lookups = 2
     wire.deliver(1)
     await asyncio.sleep(1)
-    assert told["a"][-1] == "new"
+    assert received["a"][-1] == "new"
     assert client.snapshot_id == (2, 1)
     assert wire.forgotten == 2
     assert len(wire.fetches) < 10
 
 
 async def test_silence_makes_the_client_check_for_missed_updates(wire: Wire) -> None:
-    client, told = await started(wire, "a", "b")
+    client, received = await started(wire, "a", "b")
     wire.host.notify({"a": 1})
     wire.updates.clear()
     await asyncio.sleep(SILENCE_S + 1)
     assert client.snapshot_id == (1, 1)
-    assert told["a"][-1] == 1
+    assert received["a"][-1] == 1
     before = len(wire.fetches)
     await asyncio.sleep(SILENCE_S)
     assert wire.fetches[before:] == [[]]  # nothing is asked for if nothing was missed
@@ -417,12 +417,12 @@ async def test_silence_makes_the_client_check_for_missed_updates(wire: Wire) -> 
 
 async def test_the_client_fetches_from_a_new_controller(wire: Wire) -> None:
     """The client may have missed updates that the controller published before its address was known."""
-    _, told = await started(wire, "a")
+    _, received = await started(wire, "a")
     wire.new_host().notify({"a": "new"})
     wire.updates.clear()
     wire.hear({"kind": CONTROLLER, "name": "c", "worker": "w", "incarnation": 2})
     await quiet()
-    assert told["a"][-1] == "new"
+    assert received["a"][-1] == "new"
     assert wire.forgotten == 1
 
 
@@ -435,10 +435,10 @@ async def test_a_failed_fetch_is_retried_with_growing_delays(error: Exception, w
     wire.fetch_errors = [error] * 12
     client = wire.client()
     await client.start()
-    told: list[Any] = []
-    client.watch("a", told.append)
-    await wait_until(lambda: told, timeout_s=30)
-    assert told == [1]
+    received: list[Any] = []
+    client.watch("a", received.append)
+    await wait_until(lambda: received, timeout_s=30)
+    assert received == [1]
     assert len(wire.fetches) == 13
     assert 2 < asyncio.get_running_loop().time() < 15
     assert wire.forgotten == 12
@@ -453,28 +453,28 @@ async def test_a_watcher_that_raises_does_not_stop_the_listener(wire: Wire) -> N
             raise KeyError("not for me")
 
     client.watch("a", spoil)
-    told: list[Any] = []
-    client.watch("b", told.append)
+    received: list[Any] = []
+    client.watch("b", received.append)
     wire.host.notify({"b": LARGE})
     wire.updates.clear()
     await asyncio.sleep(2 * SILENCE_S)
-    assert told[-1] == LARGE
+    assert received[-1] == LARGE
 
 
 async def test_a_watcher_added_during_a_fetch_gets_its_value(wire: Wire) -> None:
     wire.host.notify({"a": 1, "b": 1})
     client = wire.client()
     await client.start()
-    told: list[Any] = []
+    received: list[Any] = []
 
     async def join() -> None:
         wire.before_answer = None
-        client.watch("b", told.append)
+        client.watch("b", received.append)
 
     wire.before_answer = join
-    client.watch("a", told.append)
+    client.watch("a", received.append)
     await quiet()
-    assert told == [1, 1]
+    assert received == [1, 1]
 
 
 async def test_an_update_that_overtakes_a_fetch_is_not_lost(wire: Wire) -> None:
@@ -482,7 +482,7 @@ async def test_an_update_that_overtakes_a_fetch_is_not_lost(wire: Wire) -> None:
     wire.host.notify({"a": 1, "b": 1})
     client = wire.client()
     await client.start()
-    told: list[Any] = []
+    received: list[Any] = []
     client.watch("b", lambda value: None)
     await quiet()
 
@@ -494,9 +494,9 @@ async def test_an_update_that_overtakes_a_fetch_is_not_lost(wire: Wire) -> None:
         wire.deliver()
 
     wire.before_answer = overtake
-    client.watch("a", told.append)
+    client.watch("a", received.append)
     await quiet()
-    assert told[-1] == 2
+    assert received[-1] == 2
     assert client.snapshot_id == (1, 3)
 
 
@@ -527,10 +527,10 @@ async def test_a_failed_start_can_be_retried(wire: Wire) -> None:
         await client.start()
     wire.subscribe = subscribe  # type: ignore[method-assign]
     await client.start()
-    told: list[Any] = []
-    client.watch("a", told.append)
+    received: list[Any] = []
+    client.watch("a", received.append)
     await quiet()
-    assert told == [None]
+    assert received == [None]
 
 
 async def test_a_cancelled_start_does_not_cancel_it_for_other_callers(wire: Wire) -> None:
@@ -593,11 +593,11 @@ async def test_listening_ends_even_if_its_cancellation_is_swallowed() -> None:
 
 values = st.none() | st.integers(0, 3) | st.just(LARGE)
 changes = st.dictionaries(st.sampled_from(["a", "b", "c"]), values, min_size=1, max_size=3)
-fates = st.lists(st.floats(0, 2), max_size=3)  # of one message: how often and when it arrives
+deliveries = st.lists(st.floats(0, 2), max_size=3)  # of one message: how often and when it arrives
 
 
 @given(
-    history=st.lists(st.tuples(changes, fates, st.booleans(), st.floats(0, 1)), max_size=12),
+    history=st.lists(st.tuples(changes, deliveries, st.booleans(), st.floats(0, 1)), max_size=12),
     watched=st.sets(st.sampled_from(["a", "b", "c"]), min_size=1),
 )
 def test_the_listener_converges_whatever_happens_to_the_updates(

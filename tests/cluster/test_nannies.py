@@ -124,22 +124,22 @@ async def test_sigterm_is_left_alone_in_a_users_program_that_has_nannies(
     assert ended == [signal.SIGTERM]
 
 
-async def test_a_worker_tells_its_nanny_how_long_it_may_wait() -> None:
-    told: list[Any] = []
+async def test_a_worker_sends_its_nanny_the_time_that_it_may_wait() -> None:
+    received: list[Any] = []
 
     async def run(*call: Any) -> None:
-        told.append(call)
+        received.append(call)
 
     worker: Any = Process(run)
     worker.nanny = "tcp://nanny"
     await watch_nanny(worker, 12.0)
-    assert (worker.addresses, told) == (["tcp://nanny"], [(answer_in_nanny, 12.0)])
+    assert (worker.addresses, received) == (["tcp://nanny"], [(answer_in_nanny, 12.0)])
     worker.nanny = None
     await watch_nanny(worker, 12.0)
-    assert len(told) == 1
+    assert len(received) == 1
 
 
-def test_a_nanny_that_cannot_be_told_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nanny_that_cannot_be_notified_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async def run(*call: Any) -> None:
             raise ValueError("no module named daskserve")

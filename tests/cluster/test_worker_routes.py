@@ -48,9 +48,9 @@ class Stage:
     def __init__(self) -> None:
         self.channels = Channels()
         self.routes = WorkerRoutes(cast(ChannelPool, self.channels), LoopClock())
-        self.told: list[Reachability] = []
+        self.received: list[Reachability] = []
         self.used = {WORKER}
-        self.routes.watch(lambda worker, route: self.told.append(route), self.used.__contains__)
+        self.routes.watch(lambda worker, route: self.received.append(route), self.used.__contains__)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ async def test_a_lost_worker_is_dialled_with_growing_pauses_until_it_answers(sta
     assert pauses[-2:] == [LONGEST_PAUSE_S] * 2
     stage.channels.route = Reachability.SCHEDULER
     await asyncio.sleep(LONGEST_PAUSE_S)
-    assert stage.told == [Reachability.NONE, Reachability.SCHEDULER]
+    assert stage.received == [Reachability.NONE, Reachability.SCHEDULER]
     assert stage.routes.to(WORKER) is Reachability.SCHEDULER
     count = len(dials)
     await asyncio.sleep(60)

@@ -374,7 +374,7 @@ def test_aliases_do_not_grow_without_limit(monkeypatch: pytest.MonkeyPatch) -> N
     assert "more than 1000 values" in line
 
 
-def test_what_looks_like_a_reference_and_is_none_is_warned_of() -> None:
+def test_text_that_resembles_a_reference_logs_a_warning() -> None:
     text = "args: {a: '${env:FOO} x', b: '${', c: '$${x}', d: 'ok ${FOO:-x} ${A-b}'}"
     found = read(f"applications: [{{import_path: 'a:b', {text}}}]", "f.yaml")
     assert [each.split(" stays as it is")[0].split(": ")[1] for each in found.warnings] == [

@@ -259,3 +259,37 @@ def test_a_version_does_not_depend_on_what_the_process_built_first() -> None:
         return found
 
     assert versions(1, 2) == versions(2, 1)
+
+
+USING = """
+import daskserve as serve
+import helping
+
+@serve.deployment
+class Using:
+    def __call__(self):
+        return helping.answer()
+
+app = Using.bind()
+"""
+
+
+def test_the_version_does_not_depend_on_applications_that_were_built_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has imported another application must not replace the replicas of this one."""
+    (folder / "helping.py").write_text("def answer(): ...")
+    for name in ("using", "using_too"):
+        (folder / f"{name}.py").write_text(USING)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def version(path: str) -> str:
+        (whole,) = build_configured(application("").model_copy(update={"import_path": path})).spec.deployments
+        return whole.spec.version
+
+    first = version("using:app")
+    version("using_too:app")
+    assert version("using:app") == first
+    (folder / "helping.py").write_text("def answer(): return 1")
+    assert version("using:app") != first
+    forget(["using", "using_too"])

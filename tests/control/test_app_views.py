@@ -13,11 +13,12 @@ from tables import each_case
 
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
+from daskserve.control.decisions.target_capacity import set_target_capacity
 from daskserve.control.observed.observed import DeadReplica, Notes, Observed
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import AppRecord, BackendRecord, CodeRecord, EndpointRecord, Record
-from daskserve.control.verbs.target_capacity import set_target_capacity
-from daskserve.control.views import views
+from daskserve.control.views import actors as actor_views
+from daskserve.control.views import backends as backend_views
 from daskserve.control.views.applications import application_status
 from daskserve.errors import ReplicaStartError
 
@@ -93,7 +94,7 @@ def test_lost_replicas_of_an_autoscaled_deployment_are_not_an_upscaling() -> Non
         )
         found = status(scaled, member("f"), replica("b#1"), replica("f#1"), observed=observed)
         assert word(found) == expected
-        assert views.status_word(observed, scaled, 1) == ("UPDATING" if at < 9 else "UNHEALTHY")
+        assert backend_views.status_word(observed, scaled, 1) == ("UPDATING" if at < 9 else "UNHEALTHY")
         complete = status(scaled, replica("b#1"), replica("b#2"), observed=observed)
         assert word(complete) == ("HEALTHY", "UPSCALE_COMPLETED")
 
@@ -167,7 +168,7 @@ def test_a_failure_of_the_controller_is_no_failure_of_the_code() -> None:
         ([replica("b#1", ReplicaState.STARTING, moved_at=71.0)], ""),
     ],
 )
-def test_what_takes_longer_than_30_s_is_told(records: list[Record], message: str) -> None:
+def test_what_takes_longer_than_30_s_is_reported(records: list[Record], message: str) -> None:
     observed = Observed(workers={"w1": worker(1)})
     found = status(member("b", goal="g"), member("f"), *records, observed=observed)
     assert found["deployments"]["back"]["message"] == message
@@ -288,8 +289,8 @@ def test_a_proxy_says_why_it_does_not_listen(proxy: ProxyRecord, state: str, mes
         proxies_failed={"failed": OSError("the port is in use")},
         proxies_ready={"ready": {"incarnation": 1}, "old": {"incarnation": 0}},
     )
-    assert views.proxy_state(proxy, observed) == state
-    assert views.proxy_message(proxy, observed) == message
+    assert actor_views.proxy_state(proxy, observed) == state
+    assert actor_views.proxy_message(proxy, observed) == message
 
 
 @staged(workers=2)

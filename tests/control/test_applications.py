@@ -14,9 +14,9 @@ from tables import each_case
 
 from daskserve.common.types import UNREADY, ReplicaState
 from daskserve.control.backend.application import neighbours
+from daskserve.control.decisions.applications import deploy
 from daskserve.control.records.records import AppRecord, GoalRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs.applications import deploy
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -446,7 +446,7 @@ def test_a_deployment_that_comes_up_wakes_those_that_call_it() -> None:
     assert wakes({up.key: None}) == ["middle"]
 
 
-def test_the_ingress_looks_whether_a_change_is_complete_once_it_is_up() -> None:
+def test_the_ingress_checks_whether_a_change_is_complete_once_it_is_up() -> None:
     state = chain_of(ReplicaState.RUNNING)
     up = replica("back#1")
     assert neighbours(state, state.backends["back"], {up.key: up}, {"front", "middle"}) == ["front"]

@@ -18,10 +18,11 @@ from daskserve.control.backend.step import (
     START_RETRY_S,
     replica_tag,
 )
+from daskserve.control.decisions import endpoints as endpoint_state
 from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.views.views import backend_status, published_backend
+from daskserve.control.views.backends import backend_status
+from daskserve.control.views.published import published_backend
 from daskserve.errors import (
     DeployError,
     NoCapacityError,
@@ -454,7 +455,7 @@ def test_a_reconfiguration_waits_for_a_replica_that_starts_but_not_for_ever() ->
     assert {each.config_id for each in bench.state.replicas_of("b")} == {bench.state.backends["b"].config_id}
 
 
-def test_a_started_replica_tells_what_the_callable_of_an_import_path_is() -> None:
+def test_a_started_replica_reports_what_the_callable_of_an_import_path_is() -> None:
     """Its replicas run 100 requests at a time if it is async, without a restart."""
     bench = Bench()
     goal = bench.create(num_replicas=2)
@@ -704,7 +705,7 @@ def test_what_routers_learn_about_bodies(
 
 
 @each_case("reported", [{"ignores_bodies": True}, {"docs_path": "/docs"}, {}])
-def test_a_started_replica_tells_what_is_known_of_its_callable_only_there(reported: dict[str, Any]) -> None:
+def test_a_started_replica_reports_facts_that_only_it_knows_of_its_callable(reported: dict[str, Any]) -> None:
     for before in ({}, {"ignores_bodies": True}, {"docs_path": "/old"}):
         config = BackendConfig(internal_metadata=before)  # type: ignore[arg-type]
         found = config.with_facts({"is_blocking": True, **reported}).internal_metadata

@@ -68,7 +68,7 @@ async def test_a_deploy_repairs_code_that_no_replica_can_load(stage: Stage) -> N
 
 
 @staged(store=AsideStore())
-async def test_what_is_damaged_in_the_store_of_a_running_instance_is_written_anew(stage: Stage) -> None:
+async def test_damaged_records_of_a_running_instance_are_written_again(stage: Stage) -> None:
     await stage.create("b")
     before = dict(stage.store.data)
     stage.store.data.pop("backend/b")

@@ -163,7 +163,7 @@ async def test_a_repeated_call_is_one_change_even_if_it_expects_the_version_befo
 
 
 @staged()
-async def test_whoever_has_not_read_the_newest_version_is_told_who_has_changed_it(stage: Stage) -> None:
+async def test_a_caller_without_the_newest_version_gets_the_name_of_who_changed_it(stage: Stage) -> None:
     await declare(stage, config("shop"), by="ann")
     await declare(stage, config("shop", "2"), by="ben", expected_version=1)
     with pytest.raises(VersionConflictError, match=r"based on version 1 .* now 2, by ben at"):
@@ -197,7 +197,7 @@ async def test_what_cannot_be_built_says_so_and_the_version_before_keeps_serving
 
 
 @staged()
-async def test_a_version_that_does_not_come_up_is_taken_back_and_is_not_tried_again(stage: Stage) -> None:
+async def test_a_version_that_does_not_come_up_is_rolled_back_and_is_not_deployed_again(stage: Stage) -> None:
     await declare(stage, config("shop"))
     stage.start = boom("no")
     found = await declare(stage, config("shop", "2"))

@@ -80,12 +80,12 @@ def test_a_rollback_of_a_file_is_whole_wherever_the_controller_dies(crash_at: in
 
 
 @staged()
-async def test_files_builds_and_restarts_are_told(stage: Stage) -> None:
+async def test_files_builds_and_restarts_are_reported(stage: Stage) -> None:
     await declare(stage, config("shop"), by="ci", source="serve.yaml", version="abc")
     answer = await stage.call("restart", application="shop", by="ops")
     await stage.calls.wait_for_goal(answer["goal"], None)
     found = (await stage.call("events", application="shop"))["events"]
-    told = {each["kind"]: each for each in found}
-    assert told["CONFIG_DECLARED"]["message"] == "Application 'shop' is declared by serve.yaml abc"
-    assert told["RESTARTING"]["by"] == "ops"
+    event_of = {each["kind"]: each for each in found}
+    assert event_of["CONFIG_DECLARED"]["message"] == "Application 'shop' is declared by serve.yaml abc"
+    assert event_of["RESTARTING"]["by"] == "ops"
     assert len((await stage.call("history", app="shop"))["revisions"]) == 1

@@ -9,9 +9,9 @@ import pytest
 from control_harness import backend
 from tables import each_case
 
+from daskserve.control.decisions import differences as options
+from daskserve.control.decisions.history.differences import differences
 from daskserve.control.records.records import BackendRecord
-from daskserve.control.verbs import differences as options
-from daskserve.control.verbs.history.differences import differences
 from daskserve.options.environment import Environment
 from daskserve.payload.pickling import dump_bytes
 
@@ -85,7 +85,7 @@ def test_a_user_config_runs_no_code_and_its_differences_are_bounded() -> None:
     assert str(many[-1]) == "model: user_config.(80 more)"
 
 
-def test_defaults_that_nobody_named_are_not_shown() -> None:
+def test_defaults_that_were_not_given_are_not_shown() -> None:
     plan = {"steps": ["10%", "100%"], "gates": [{"metric": "latency"}]}
     (one,) = options.differences(backend(), rolled := backend(config={"rollout": plan}))
     assert one.values == (None, plan)

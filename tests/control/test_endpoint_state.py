@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import each_case
 
-from daskserve.control.records.records import Change, EndpointRecord
-from daskserve.control.records.state import State
-from daskserve.control.verbs.endpoints import (
+from daskserve.control.decisions.endpoints import (
     check_weights,
     create_endpoint,
     delete_endpoint,
@@ -24,6 +22,8 @@ from daskserve.control.verbs.endpoints import (
     set_traffic,
     shadow_traffic,
 )
+from daskserve.control.records.records import Change, EndpointRecord
+from daskserve.control.records.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
 
 

@@ -15,14 +15,14 @@ from controller_harness import ScriptedReplica, Stage, staged
 from tables import each_case
 
 from daskserve.common.types import ReplicaState
+from daskserve.control.decisions.history import events as history_events
+from daskserve.control.decisions.history.events import KEPT_EVENTS, KEPT_S, SWEPT, as_row, events_of
+from daskserve.control.decisions.history.views import events_after
 from daskserve.control.observed.lifecycle import ReplicaEvent, move
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
 from daskserve.control.records.records import CapacityRecord, Change, EndpointRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs.history import events as history_events
-from daskserve.control.verbs.history.events import KEPT_EVENTS, KEPT_S, SWEPT, as_row, events_of
-from daskserve.control.verbs.history.views import events_after
 from daskserve.errors import ReplicaStartError
 
 
@@ -43,7 +43,7 @@ async def events(stage: Stage, **asked: Any) -> list[dict[str, Any]]:
 
 
 @staged()
-async def test_the_life_of_an_application_is_told(stage: Stage) -> None:
+async def test_the_life_of_an_application_is_reported(stage: Stage) -> None:
     await stage.run("shop", {"front": ()}, front={"version": "1"})
     await stage.run("shop", {"front": ()}, front={"version": "2"})
     await stage.change("delete_application", name="shop", by="prog.py")
@@ -60,7 +60,7 @@ async def test_the_life_of_an_application_is_told(stage: Stage) -> None:
 
 
 @staged()
-async def test_a_failed_deploy_is_told_with_its_reason(stage: Stage) -> None:
+async def test_a_failed_deploy_is_reported_with_its_reason(stage: Stage) -> None:
     async def fail(_: ScriptedReplica) -> None:
         raise ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
 
@@ -77,7 +77,7 @@ async def test_a_failed_deploy_is_told_with_its_reason(stage: Stage) -> None:
 
 
 @staged(workers=3)
-async def test_a_lost_worker_and_the_next_controller_are_told(stage: Stage) -> None:
+async def test_a_lost_worker_and_the_next_controller_are_reported(stage: Stage) -> None:
     await stage.run("shop", {"front": ()}, front={"num_replicas": 3})
     controller = await stage.crash_controller()
     await stage.until(lambda: len(stage.running) == 3)
@@ -104,7 +104,7 @@ async def test_a_caller_waits_for_the_next_event(stage: Stage) -> None:
     assert (list(nothing["events"]), nothing["next"]) == ([], last["next"])
 
 
-def test_a_scaled_deployment_is_told_with_the_reason() -> None:
+def test_a_scaled_deployment_is_reported_with_the_reason() -> None:
     before = backend(application="shop", scaled_to=1, scalings=((1.0, 0, 1, "first"),))
     after = backend(application="shop", scaled_to=4, scalings=((1.0, 0, 1, "first"), (2.0, 1, 4, "load")))
     (found,) = tell(state_of(before), {after.key: after})
@@ -125,7 +125,7 @@ def test_a_scaled_deployment_is_told_with_the_reason() -> None:
         (ReplicaState.STOPPING, ReplicaEvent.GONE, "", None),
     ],
 )
-def test_each_turn_of_a_replica_is_told_once(
+def test_each_turn_of_a_replica_is_reported_once(
     state: ReplicaState, event: ReplicaEvent, cause: str, kind: EventKind | None
 ) -> None:
     before = replica("b#A", state)
@@ -139,7 +139,7 @@ def test_each_turn_of_a_replica_is_told_once(
     assert all(cause in each.message for each in found)
 
 
-def test_a_declared_application_that_cannot_be_deployed_is_told_once_for_each_error() -> None:
+def test_a_declared_application_that_cannot_be_deployed_is_reported_once_for_each_error() -> None:
     known = ConfigRecord("shop", {}, generation=1, settled=1, error="no such module")
     state = State()
     state.apply({known.key: known})
@@ -149,7 +149,7 @@ def test_a_declared_application_that_cannot_be_deployed_is_told_once_for_each_er
     assert found.message == "Application 'shop' cannot be deployed: no such name"
 
 
-def test_traffic_and_capacity_are_told() -> None:
+def test_traffic_and_capacity_are_reported() -> None:
     before = EndpointRecord("e", "/e", ("GET",), {"b": 1.0})
     after = EndpointRecord("e", "/e", ("GET",), {"b": 0.5, "c": 0.5})
     state = state_of(backend(), before)

@@ -1,4 +1,4 @@
-"""Replicas as a scaler outside of the cluster wants them: what is asked for, refused, kept and taken back."""
+"""An external scaler sets numbers of replicas: what is accepted, refused, kept and rolled back."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ async def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller(
     await stage.until(lambda: count(stage) == 4)
     await scale(stage, 1)
     await stage.until(lambda: count(stage) == 1)
-    told = Explanation.of(await stage.call("explain", name="b"))
-    assert [(each.before, each.after) for each in told.events] == [(2, 4), (4, 1)]
-    assert "asked for by the external scaler" in str(told)
-    assert "An external scaler sets the number of replicas" in str(told)
-    assert (told.wanted, told.policy, told.is_external) == (1, "", True)
+    explanation = Explanation.of(await stage.call("explain", name="b"))
+    assert [(each.before, each.after) for each in explanation.events] == [(2, 4), (4, 1)]
+    assert "asked for by the external scaler" in str(explanation)
+    assert "An external scaler sets the number of replicas" in str(explanation)
+    assert (explanation.wanted, explanation.policy, explanation.is_external) == (1, "", True)
     assert (await stage.call("status"))["backends"]["b"]["status"] == "HEALTHY"
     assert recorded(stage).config_id == config_id
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from control_harness import Bench, replica, worker
-from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
+from full_cluster import (
+    BOOM,
+    deploy,
+    full,
+    lose_first,
+    message,
+    play,
+    step_with_failing_starts,
+    versions,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each_case
@@ -93,11 +102,7 @@ def test_a_new_version_that_fails_costs_one_old_replica_until_it_is_rolled_back(
     bench = full(3)
     goal = deploy(bench, "2", 3)
     for _ in range(100):
-        for action in bench.step().actions:
-            if isinstance(action, StartReplica) and action.replica.named_version == "2":
-                bench.observed.failed[action.replica.tag] = BOOM
-            else:
-                bench.succeed(action)
+        step_with_failing_starts(bench, "2")
         assert len(bench.tags(S.RUNNING)) >= 2
     assert bench.goal(goal).state is GoalState.FAILED
     assert versions(bench, S.RUNNING) == ["1"] * 3

@@ -8,6 +8,8 @@ from dataclasses import replace
 from control_harness import app_spec, backend, goal, state_of
 from tables import each_case
 
+from daskserve.control.decisions import applications
+from daskserve.control.decisions.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, ended, finish, open_goal
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -17,8 +19,6 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import from_plain
-from daskserve.control.verbs import applications
-from daskserve.control.verbs.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, ended, finish, open_goal
 from daskserve.errors import DeletedError, NoCapacityError, SupersededError
 from daskserve.payload.packed_errors import load_error
 

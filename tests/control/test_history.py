@@ -10,8 +10,8 @@ import pytest
 from controller_harness import CrashingStore, ScriptedReplica, Stage, staged
 from tables import each_case
 
+from daskserve.control.decisions.history import revisions as history_revisions
 from daskserve.control.records.records import AppRecord, CodeRecord
-from daskserve.control.verbs.history import revisions as history_revisions
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.options.backend import BackendMetadata
 from daskserve.testing import run_virtual
@@ -80,7 +80,7 @@ async def test_a_deploy_that_changes_nothing_is_no_revision(stage: Stage) -> Non
 
 
 @staged()
-async def test_facts_that_replicas_tell_of_themselves_make_no_revision(stage: Stage) -> None:
+async def test_facts_that_replicas_report_make_no_revision(stage: Stage) -> None:
     await run(stage, "1")
     facts = BackendMetadata(class_name="Model")
     await run(stage, "1", both={"internal_metadata": facts})
@@ -229,7 +229,7 @@ async def test_old_revisions_lose_their_code_beyond_the_budget(stage: Stage) -> 
 
 
 @staged()
-async def test_code_in_use_beyond_the_budget_costs_no_looks_at_all_revisions(
+async def test_code_in_use_beyond_the_budget_costs_no_scan_of_all_revisions(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []

@@ -12,13 +12,13 @@ from tables import case
 
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.common.types import ReplicaState, short_tag
+from daskserve.control.decisions.replicas import busiest, named_replicas
 from daskserve.control.records.records import ReplicaRecord
-from daskserve.control.verbs.replicas import busiest, named_replicas
 from daskserve.errors import ActorLostError, BadRequestError, InspectionError, NotFoundError
 
 
 @staged(workers=2)
-async def test_a_replica_that_ends_meanwhile_is_told_from_one_that_never_was(
+async def test_a_replica_that_ends_meanwhile_is_distinguished_from_one_that_never_was(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stage.run("x")
@@ -39,7 +39,7 @@ async def test_a_replica_that_ends_meanwhile_is_told_from_one_that_never_was(
 
 
 @staged(workers=2)
-async def test_what_cannot_be_looked_at_is_refused(stage: Stage) -> None:
+async def test_replicas_that_cannot_be_inspected_are_refused(stage: Stage) -> None:
     await stage.run("x")
     for seconds in (0, -1.0, 60.1):
         with pytest.raises(BadRequestError, match=r"must be more than 0 and at most 60\."):
@@ -89,7 +89,7 @@ def test_a_replica_is_found_under_each_of_its_names() -> None:
 
 
 @staged(workers=3)
-async def test_the_busiest_replica_of_a_deployment_is_looked_at(
+async def test_the_busiest_replica_of_a_deployment_is_inspected(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stage.run("x", front={"num_replicas": 3})

@@ -19,7 +19,7 @@ from daskserve.telemetry.live import LEAST_S, LIVE_METRICS, STALE_S, Counts, Met
 FAST = 5  # the bucket up to 5 ms
 
 
-def told(ended: int, failed: int = 0, **more: Any) -> dict[str, Any]:
+def sample(ended: int, failed: int = 0, **more: Any) -> dict[str, Any]:
     counts = [0] * 19
     counts[FAST] = ended
     return {"ongoing": 2, "queued": 1, "ended": ended, "failed": failed, "latency_counts": counts, **more}
@@ -27,10 +27,10 @@ def told(ended: int, failed: int = 0, **more: Any) -> dict[str, Any]:
 
 def test_a_rate_needs_two_reports_and_ends_with_them() -> None:
     live = LiveMetrics()
-    live.replica("b#1", told(1000), 10.0)
+    live.replica("b#1", sample(1000), 10.0)
     first = live.of_replica("b#1", 10.0)
     assert (first["requests_per_s"], first["latency_p50_s"], first["ongoing"]) == (None, None, 2)
-    live.replica("b#1", told(1010, 5), 12.0)
+    live.replica("b#1", sample(1010, 5), 12.0)
     found = live.of_replica("b#1", 12.0)
     assert (found["requests_per_s"], found["errors_per_s"], found["queued"]) == (5.0, 2.5, 1)
     assert 0.0025 < found["latency_p50_s"] < found["latency_p99_s"] <= 0.005
@@ -41,8 +41,8 @@ def test_a_rate_needs_two_reports_and_ends_with_them() -> None:
 def test_a_deployment_adds_up_its_replicas_and_what_waits_in_routers() -> None:
     live = LiveMetrics()
     for at, ended in ((10.0, 0), (11.0, 10)):
-        live.replica("b#1", told(ended), at)
-        live.replica("b#2", told(3 * ended), at)
+        live.replica("b#1", sample(ended), at)
+        live.replica("b#2", sample(3 * ended), at)
         live.router("r", {"calls": [], "queued": {"b": 7}}, at)
     found = live.of_deployment("b", ["b#1", "b#2", "b#3"], 11.0)
     assert (found["requests_per_s"], found["ongoing"], found["queued"], found["replicas"]) == (40.0, 4, 7, 3)
@@ -55,8 +55,8 @@ def test_continuous_batches_have_slots_and_outputs_per_second() -> None:
     for at, outputs in ((10.0, 100), (12.0, 300)):
         for tag in ("b#1", "b#2"):
             load = {"active": 3, "slots": 8, "queued": 2, "queued_cost": 9.0, "outputs": outputs}
-            live.replica(tag, told(0, continuous=load), at)
-        live.replica("b#3", told(0), at)
+            live.replica(tag, sample(0, continuous=load), at)
+        live.replica("b#3", sample(0), at)
         if at == 10.0:
             assert live.of_replica("b#1", at)["continuous"]["outputs_per_s"] is None
     assert live.of_replica("b#1", 12.0)["continuous"] == {
@@ -75,7 +75,7 @@ def test_calls_are_edges_from_callers_to_the_backends_of_an_endpoint() -> None:
     live = LiveMetrics()
     for at, begun in ((10.0, 100), (11.0, 120)):
         live.router("r1", {"calls": [["a", "e", begun, begun // 10]], "queued": {}}, at)
-        live.proxy("p", told(begun, endpoints={"a": [begun, 0]}), at)
+        live.proxy("p", sample(begun, endpoints={"a": [begun, 0]}), at)
     # A call that a router counts for the first time began at 0.
     live.router("r2", {"calls": [], "queued": {}}, 10.0)
     live.router("r2", {"calls": [["a", "e", 5, 0]], "queued": {}}, 11.0)
@@ -116,12 +116,12 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(live._routers) == ["later"]
 
 
-def test_watching_ends_some_time_after_the_last_look() -> None:
+def test_watching_ends_some_time_after_the_last_read() -> None:
     live = LiveMetrics()
     assert not live.is_watched(0.0)
     assert not live.end(0.0)
     live.check(10.0)
-    live.replica("b#1", told(0), 10.0)
+    live.replica("b#1", sample(0), 10.0)
     assert live.is_watched(10.0 + WATCHED_S)
     assert not live.end(10.0 + WATCHED_S)
     assert live.end(10.1 + WATCHED_S)
@@ -130,14 +130,14 @@ def test_watching_ends_some_time_after_the_last_look() -> None:
 
 
 @staged()
-async def test_replicas_are_asked_and_routers_told_while_somebody_looks(stage: Stage) -> None:
+async def test_replicas_are_asked_and_routers_notified_while_a_client_reads(stage: Stage) -> None:
     await stage.deploy()
     (replica,) = stage.running_of("b")
     asked = []
 
     def metrics() -> dict[str, Any]:
         asked.append(stage.clock.now())
-        return told(10 * len(asked))
+        return sample(10 * len(asked))
 
     replica.metrics = metrics  # type: ignore[attr-defined]
     await stage.clock.sleep(3)
@@ -205,8 +205,8 @@ def test_the_metrics_are_measured_once_all_that_run_have_reported_twice() -> Non
     observed = Observed()
     assert not is_measured(state, observed, 11.0)
     for at in (10.0, 11.0):
-        observed.live.proxy("p", told(1), at)
+        observed.live.proxy("p", sample(1), at)
         assert not is_measured(state, observed, at)
     for at in (10.0, 11.0):
-        observed.live.replica("b#1", told(1), at)
+        observed.live.replica("b#1", sample(1), at)
     assert is_measured(state, observed, 11.0)

@@ -11,8 +11,8 @@ from controller_harness import Stage, staged
 from tables import case
 
 from daskserve.cluster.local.process import LocalProcess
-from daskserve.control.calls.logs import Gathered, packed, unpacked
 from daskserve.control.records.records import CapacityRecord
+from daskserve.control.rpc.logs import Gathered, packed, unpacked
 from daskserve.errors import BadRequestError
 
 

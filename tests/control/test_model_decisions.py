@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tables import case, each_case
 
+from daskserve.control.decisions.model_rollouts import followed, steered
 from daskserve.control.records.model_decisions import (
     Folder,
     adopted,
@@ -24,7 +25,6 @@ from daskserve.control.records.models import ModelReport, ModelsRecord
 from daskserve.control.records.rollout import TABLE, InvalidRolloutTransition, RolloutEvent, RolloutPhase
 from daskserve.control.records.rollout import RolloutState as Rollout
 from daskserve.control.records.storing.encoding import decode, encode
-from daskserve.control.verbs.model_rollouts import followed, steered
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import RolloutConfig
 
@@ -128,7 +128,7 @@ def test_what_replicas_have_loaded_in_their_starts_is_kept() -> None:
         (report(errors={"m/1": (0, "no")}), False),
     ],
 )
-def test_a_replica_is_told_until_it_has_what_it_should(found: Any, expected: bool) -> None:
+def test_a_replica_is_called_until_its_models_are_as_configured(found: Any, expected: bool) -> None:
     assert is_met(target(ready("1")), found) is expected
 
 

@@ -11,8 +11,8 @@ import pytest
 from controller_harness import Stage, staged
 
 from daskserve.cluster.local.process import LocalProcess
-from daskserve.control.calls import overview as overview_module
-from daskserve.control.calls.overview import PERIOD_S
+from daskserve.control.rpc import overview as overview_module
+from daskserve.control.rpc.overview import PERIOD_S
 
 
 async def ask(stage: Stage, last: Mapping[str, Any] | None = None, timeout_s: float = 1.0) -> dict[str, Any]:
@@ -51,7 +51,7 @@ async def test_a_reader_gets_all_parts_and_then_what_changes(stage: Stage) -> No
 
 
 @staged(workers=2)
-async def test_many_readers_share_the_looks(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_readers_share_the_snapshots(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     build = overview_module.overview
 
@@ -93,7 +93,7 @@ async def test_a_scheduler_that_was_slow_once_does_not_hold_up_later_answers(
 
 
 @staged(workers=2)
-async def test_a_look_that_costs_much_is_rare_and_answers_are_in_time_all_the_same(
+async def test_an_expensive_snapshot_is_rare_and_answers_are_still_in_time(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, cost = [], iter(range(0, 10**6, 2))

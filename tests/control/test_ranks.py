@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
 from daskserve.control.backend.ranks import are_valid, new_ranks, rank_info_of
+from daskserve.control.decisions import backends as backend_decisions
 from daskserve.control.observed.lifecycle import PLACED_STATES
 from daskserve.control.records.records import GoalState, ReplicaRecord
-from daskserve.control.verbs import backends as backend_verbs
 from daskserve.errors import ReplicaStartError
 
 BOOM = ReplicaStartError("the reconfiguration raised")
@@ -74,7 +74,7 @@ def test_a_replacement_gets_the_rank_that_became_free() -> None:
     }
 
 
-def test_scaling_down_closes_gaps_tells_who_moves_and_ends_when_they_know() -> None:
+def test_scaling_down_closes_gaps_notifies_the_moved_replicas_and_ends_when_they_know() -> None:
     bench = Bench(WORKERS[:1])
     bench.create(num_replicas=3)
     rest(bench)
@@ -84,10 +84,10 @@ def test_scaling_down_closes_gaps_tells_who_moves_and_ends_when_they_know() -> N
     goal = bench.update(num_replicas=2)
     bench.step()
     assert ranks(bench) == [1, 0]
-    told = [each for each in bench.last.actions if isinstance(each, ReconfigureReplica)]
-    assert len(told) == 2  # both learn that there are two
+    received = [each for each in bench.last.actions if isinstance(each, ReconfigureReplica)]
+    assert len(received) == 2  # both learn that there are two
     for action in bench.last.actions:
-        if action not in told:
+        if action not in received:
             bench.succeed(action)
     bench.step()
     assert bench.goal(goal).state is GoalState.PENDING
@@ -138,7 +138,7 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
         if event in ("up", "down", "deploy"):
             wanted = max(1, min(5, wanted + {"up": 1, "down": -1}.get(event, 0)))
             version += event == "deploy"
-            outcome = backend_verbs.deploy(
+            outcome = backend_decisions.deploy(
                 bench.state,
                 spec(version=str(version), num_replicas=wanted, timeout_s=None, request_id=f"r{number}"),
                 goal_id=f"g{number}",
@@ -174,7 +174,7 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
     )
 
 
-def test_two_records_of_one_rank_are_told_apart() -> None:
+def test_two_records_of_one_rank_are_distinguished() -> None:
     """Records of an older version have no ranks, and a broken store may hold anything."""
     base = ReplicaRecord("b#1", "b", "v", "c", S.RUNNING, {}, "w1", 1)
     records = [base, ReplicaRecord("b#2", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0))]

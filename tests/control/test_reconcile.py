@@ -121,7 +121,7 @@ async def test_a_new_controller_adopts_a_replica_that_is_still_starting(stage: S
 
 
 @staged()
-async def test_a_config_that_changed_while_a_replica_started_is_told_by_the_next_controller(
+async def test_a_config_that_changed_while_a_replica_started_is_sent_by_the_next_controller(
     stage: Stage,
 ) -> None:
     stage.start_s = 5.0
@@ -372,7 +372,7 @@ async def test_a_replica_that_does_not_stop_in_time_is_given_up(stage: Stage) ->
 
 
 @staged()
-async def test_a_replica_that_cannot_be_told_to_stop_is_told_again(stage: Stage) -> None:
+async def test_a_replica_that_cannot_be_stopped_is_asked_again(stage: Stage) -> None:
     await stage.create()
     (replica,) = stage.running_of("b")
     stop, tries = replica.stop, []
@@ -443,7 +443,7 @@ async def test_scaling_down_cancels_a_start_that_hangs(stage: Stage) -> None:
 
 
 @staged()
-async def test_a_reconfiguration_that_fails_is_taken_back_everywhere(stage: Stage) -> None:
+async def test_a_reconfiguration_that_fails_is_rolled_back_everywhere(stage: Stage) -> None:
     await stage.create(num_replicas=3, user_config=b"one")
     victim = sorted(stage.running)[1]
 
@@ -502,7 +502,7 @@ async def test_a_config_that_is_superseded_before_it_fails_does_no_harm(stage: S
 
 
 @staged()
-async def test_a_replica_lost_during_a_reconfiguration_is_looked_after_without_haste(stage: Stage) -> None:
+async def test_an_unreachable_replica_is_reconfigured_again_after_a_pause(stage: Stage) -> None:
     await stage.create(user_config=b"one")
 
     async def unreachable(replica: ScriptedReplica) -> None:

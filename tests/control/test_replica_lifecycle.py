@@ -65,7 +65,7 @@ def test_what_is_wanted_is_what_may_be_given_up() -> None:
     assert STOP_ORDER == (ReplicaState.SHOULD_START, ReplicaState.STARTING, ReplicaState.RUNNING)
 
 
-def test_an_invalid_transition_tells_the_events_before_it() -> None:
+def test_an_invalid_transition_names_the_events_before_it() -> None:
     starting = move(replica("b#1", ReplicaState.SHOULD_START), ReplicaEvent.PLACED, worker="w1")
     assert starting is not None
     running = move(starting, ReplicaEvent.STARTED)

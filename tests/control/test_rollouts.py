@@ -17,6 +17,9 @@ from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ReplicaState as S
+from daskserve.control.decisions import rollouts
+from daskserve.control.decisions.history.events import events_of
+from daskserve.control.decisions.scale import scale
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.observed.rollout_evidence import (
@@ -33,9 +36,6 @@ from daskserve.control.records.rollout import RolloutPhase as P
 from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
-from daskserve.control.verbs import rollouts
-from daskserve.control.verbs.history.events import events_of
-from daskserve.control.verbs.scale import scale
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.rollouts import rollout_status, rollout_text
 from daskserve.errors import NotFoundError, RolloutError
@@ -171,7 +171,7 @@ def test_a_step_that_only_compares_waits_for_answers(least: int, compared: int) 
     assert bench.share() == 1.0
 
 
-def test_a_worse_version_is_taken_back_with_figures() -> None:
+def test_a_worse_version_is_rolled_back_with_measurements() -> None:
     bench = RolloutBench()
     bench.answer((400, 12), (3600, 4))
     bench.after(10)
@@ -238,7 +238,7 @@ def test_requests_do_not_wait_for_a_version_without_replicas() -> None:
     assert bench.published()["rollout"]["key"] == planned
 
 
-def told(bench: RolloutBench, change: Change) -> str:
+def event_of(bench: RolloutBench, change: Change) -> str:
     """Apply a change, and return what its event says."""
     [row] = events_of(bench.state, change, {}, wall=0.0, number=1).values()
     bench.state.apply(change)
@@ -248,12 +248,12 @@ def told(bench: RolloutBench, change: Change) -> str:
 
 def test_pause_promote_and_abort() -> None:
     bench = RolloutBench()
-    paused = told(bench, rollouts.pause(bench.state.backends["b"], bench.wall, by="ann"))
+    paused = event_of(bench, rollouts.pause(bench.state.backends["b"], bench.wall, by="ann"))
     assert paused == "step 1 of 3: paused by ann"
     bench.answer((500, 0), (1000, 1))
     bench.after(1000)
     assert (bench.share(), bench.phase) == (0.1, P.PAUSED)
-    promoted = told(bench, rollouts.promote(bench.state.backends["b"], bench.wall, full=False, by="bob"))
+    promoted = event_of(bench, rollouts.promote(bench.state.backends["b"], bench.wall, full=False, by="bob"))
     assert promoted == "step 2 of 3: the replicas of version '2' start: promoted by bob"
     bench.after(1)
     bench.after(1)
@@ -510,8 +510,8 @@ def test_how_many_requests_a_step_needs(detects: str, share: float, rate: float,
     assert least_requests(Gate(detects=detects), evidence, share, 0.001 / 3) == least
 
 
-def test_looking_again_and_again_does_not_find_a_difference_that_is_not_there() -> None:
-    """With a bare test at each look, every second of these would be taken back."""
+def test_repeated_checks_do_not_find_a_difference_that_is_not_there() -> None:
+    """With a bare test at each look, every second of these would be rolled back."""
     alarms = 0
     for seed in range(100):
         rng, new, events = random.Random(seed), 0, 0

@@ -70,7 +70,7 @@ def test_an_empty_new_worker_takes_over_from_one_with_several_deployments() -> N
     assert moves(state_of(*records[:2]), observed(W1, W2), avoid=("w1", "w2")) is None
 
 
-def test_a_worker_that_was_emptied_takes_over_from_nobody() -> None:
+def test_a_worker_that_was_emptied_takes_over_no_replicas() -> None:
     spreader, seen = Rebalancer(), observed(W1, W2)
     records = [each for tag in ("a", "b") for each in (backend(tag), replica(f"{tag}#1"))]
     before = state_of(*records, backend("c"), replica("c#1", worker="w2"))

@@ -1,4 +1,4 @@
-"""The share of its replicas that an instance is to have: recorded, in force at once, and taken back whole."""
+"""The target capacity of an instance: recorded, in force at once, and rolled back as a whole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tables import each_case
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
+from daskserve.control.decisions.scale import scale
+from daskserve.control.decisions.target_capacity import set_logging, set_target_capacity
 from daskserve.control.records.records import BackendRecord, CapacityRecord
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import carried_over
-from daskserve.control.verbs.scale import scale
-from daskserve.control.verbs.target_capacity import set_logging, set_target_capacity
 from daskserve.errors import ReplicaStartError
 from daskserve.options.backend import BackendConfig
 from daskserve.payload.pickling import dump_bytes
@@ -93,7 +93,7 @@ def test_the_first_number_is_the_least_on_the_way_up_alone() -> None:
         ([0, 100], "UP"),
     ],
 )
-def test_the_direction_is_told_by_the_value_before(
+def test_the_direction_follows_from_the_value_before(
     percents: Sequence[float | None], expected: str | None
 ) -> None:
     assert direction(put(state_of(backend()), *percents)) == expected
@@ -120,7 +120,7 @@ def test_setting_the_same_capacity_changes_nothing() -> None:
         ({"max_replicas": 10}, 0.0, 0),
     ],
 )
-def test_a_change_has_come_about_with_the_share_of_the_first_number(
+def test_a_change_is_complete_with_the_share_of_the_first_number(
     options: dict[str, Any], capacity: float | None, expected: int
 ) -> None:
     made = replace(autoscaled("a", 0 if capacity == 0 else 18, **options), capacity=capacity)
@@ -248,8 +248,8 @@ def test_at_nothing_no_request_is_waited_for_and_none_wakes_a_backend() -> None:
         await stage.call("report_load", router="r", loads={"b": [3, 0]})
         await stage.clock.sleep(3.0)
         assert not stage.running
-        told = await explained(stage)
-        assert (told.wanted, told.min_replicas, told.max_replicas) == (0, 0, 0)
+        explanation = await explained(stage)
+        assert (explanation.wanted, explanation.min_replicas, explanation.max_replicas) == (0, 0, 0)
         await set_to(stage, 10)
         await stage.call("report_load", router="r", loads={"b": [30, 0]})
         await stage.until(lambda: len(stage.running) == 2)  # a tenth of 20
@@ -257,7 +257,7 @@ def test_at_nothing_no_request_is_waited_for_and_none_wakes_a_backend() -> None:
     play(scenario)
 
 
-def test_the_policy_is_told_the_share_of_the_bounds() -> None:
+def test_the_policy_gets_the_share_of_the_bounds() -> None:
     def least_of_both(context: Any) -> int:
         assert context.capacity_adjusted_min_replicas == context.min_replicas
         assert context.capacity_adjusted_max_replicas == context.max_replicas
@@ -276,7 +276,7 @@ def test_the_policy_is_told_the_share_of_the_bounds() -> None:
 
 
 @staged(workers=3)
-async def test_a_change_that_is_under_way_comes_about_with_the_share(stage: Stage) -> None:
+async def test_a_change_in_progress_completes_with_the_share(stage: Stage) -> None:
     async def slow(replica: ScriptedReplica) -> None:
         await stage.clock.sleep(3.0)
 

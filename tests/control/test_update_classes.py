@@ -10,7 +10,7 @@ from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
-from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.decisions import backends as backend_decisions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, effect_of
 
@@ -74,17 +74,17 @@ def effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effect:
     bench = Bench([worker(1)])
     bench.deploy(version="1", **before)
     bench.settle()
-    tags, started, told = bench.tags(S.RUNNING), False, False
+    tags, started, reconfigured = bench.tags(S.RUNNING), False, False
     bench.deploy(version="1", **after)
     for _ in range(10):
         actions = bench.step().actions
         started |= any(isinstance(each, StartReplica) for each in actions)
-        told |= any(isinstance(each, ReconfigureReplica) for each in actions)
+        reconfigured |= any(isinstance(each, ReconfigureReplica) for each in actions)
         for action in actions:
             bench.succeed(action)
     assert started == (bench.tags(S.RUNNING) != tags)
-    assert not (started and told)
-    return Effect.REPLACES if started else Effect.RECONFIGURES if told else Effect.AT_ONCE
+    assert not (started and reconfigured)
+    return Effect.REPLACES if started else Effect.RECONFIGURES if reconfigured else Effect.AT_ONCE
 
 
 def test_every_option_is_in_the_table() -> None:
@@ -107,7 +107,7 @@ def test_the_same_option_again_changes_nothing(name: str) -> None:
     bench.deploy(version="1", **options)
     bench.settle()
     again = spec(version="1", request_id="another", **options)
-    outcome = backend_verbs.deploy(bench.state, again, goal_id="another", now=0.0)
+    outcome = backend_decisions.deploy(bench.state, again, goal_id="another", now=0.0)
     assert (outcome.change, outcome.goal) == ({}, None)
 
 
@@ -116,7 +116,7 @@ def test_the_classes_are_those_of_ray_serve(expected: Effect, name: str) -> None
     assert effect_of(BackendConfig.model_fields[name]) is expected
 
 
-def test_another_user_config_is_told_and_other_resources_replace() -> None:
+def test_another_user_config_reconfigures_and_other_resources_replace() -> None:
     assert effect({"user_config": b"one"}, {"user_config": b"two"}) is Effect.RECONFIGURES
     assert effect({}, {"actor_options": {"num_cpus": 1}}) is Effect.REPLACES
 

@@ -63,7 +63,7 @@ async def test_a_replica_whose_own_process_got_sigterm_is_replaced_first(stage: 
 
 
 @staged()
-async def test_a_replica_that_loads_models_is_looked_at_until_it_has_them(stage: Stage) -> None:
+async def test_a_replica_that_loads_models_is_polled_until_it_has_them(stage: Stage) -> None:
     await stage.create(num_replicas=2)
     replica = await not_on_the_controllers_worker(stage)
     states = iter(["queued", "loading", "loaded"])

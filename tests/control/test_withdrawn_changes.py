@@ -38,7 +38,7 @@ async def withdraw(stage: Stage, *requests: str) -> None:
 
 
 @staged()
-async def test_a_change_that_is_taken_back_leaves_the_version_from_before(stage: Stage) -> None:
+async def test_a_change_that_is_withdrawn_leaves_the_version_from_before(stage: Stage) -> None:
     await stage.run(graph=GRAPH, request_id="old")
     goal = await begun(stage, version("2", "new"))
     await withdraw(stage, "new")
@@ -56,7 +56,7 @@ async def test_a_change_that_is_taken_back_leaves_the_version_from_before(stage:
 
 
 @staged()
-async def test_a_first_deploy_that_is_taken_back_leaves_nothing(stage: Stage) -> None:
+async def test_a_first_deploy_that_is_withdrawn_leaves_nothing(stage: Stage) -> None:
     await begun(stage, version("1", "first"))
     await withdraw(stage, "first")
     await stage.until(lambda: not (stage.stored("app") or stage.stored("backend") or stage.stored("code")))
@@ -78,7 +78,7 @@ async def test_of_two_changes_the_newest_wins_whatever_becomes_of_the_other(stag
     await stage.call("delete_application", name="default", request_id="loser")
     assert await stage.calls.wait_for_goal(winner, None)
     assert versions(stage) == {b"3"}
-    # What has replaced another change is taken back to what ran before both.
+    # What has replaced another change is rolled back to what ran before both.
     await begun(stage, version("4", "fourth"))
     await begun(stage, version("5", "fifth"))
     await withdraw(stage, "fifth")
@@ -87,7 +87,7 @@ async def test_of_two_changes_the_newest_wins_whatever_becomes_of_the_other(stag
 
 
 @staged()
-async def test_a_complete_change_is_not_taken_back(stage: Stage) -> None:
+async def test_a_complete_change_is_not_withdrawn(stage: Stage) -> None:
     await stage.run(graph=GRAPH, request_id="done")
     commits = stage.store.commits
     await withdraw(stage, "done")
@@ -97,7 +97,7 @@ async def test_a_complete_change_is_not_taken_back(stage: Stage) -> None:
 
 @each_case("is_complete", [True, False])
 @staged()
-async def test_what_others_ask_of_a_deployment_is_not_taken_back_with_its_deploy(
+async def test_what_others_ask_of_a_deployment_is_not_withdrawn_with_its_deploy(
     stage: Stage, is_complete: bool
 ) -> None:
     stage.start = None if is_complete else hang
@@ -122,7 +122,7 @@ async def test_what_others_ask_of_a_deployment_is_not_taken_back_with_its_deploy
 
 
 @staged()
-async def test_a_deletion_is_not_taken_back_with_the_deploy_before(stage: Stage) -> None:
+async def test_a_deletion_is_not_withdrawn_with_the_deploy_before(stage: Stage) -> None:
     await begun(stage, version("1", "first"))
     stage.drain_s = 5.0
     goal = (await stage.call("delete_application", name="default"))["goal"]
@@ -133,7 +133,7 @@ async def test_a_deletion_is_not_taken_back_with_the_deploy_before(stage: Stage)
 
 @each_case("verb", ["deploy_applications", "deploy", "create_backend"])
 @staged()
-async def test_a_call_that_arrives_after_it_was_taken_back_is_refused(stage: Stage, verb: str) -> None:
+async def test_a_call_that_arrives_after_it_was_withdrawn_is_refused(stage: Stage, verb: str) -> None:
     """Both travel on connections of their own, so the second may be faster."""
     await withdraw(stage, "late")
     one = {"route": None, "methods": ["GET"], "python_methods": []} if verb == "deploy" else {}
@@ -147,7 +147,7 @@ async def test_a_call_that_arrives_after_it_was_taken_back_is_refused(stage: Sta
 
 @each_case("verb", ["deploy", "create_backend"])
 @staged()
-async def test_backends_are_taken_back_as_well(stage: Stage, verb: str) -> None:
+async def test_backends_are_withdrawn_as_well(stage: Stage, verb: str) -> None:
     one = {"route": None, "methods": ["GET"], "python_methods": []} if verb == "deploy" else {}
     stage.start = hang
     await stage.call(verb, **stage.spec(request_id="new", code=b"2"), **one)
@@ -170,7 +170,7 @@ async def test_an_application_belongs_to_the_last_call_that_has_deployed_it(stag
     await stage.deploy_apps(app_spec(graph=GRAPH, request_id="same"))
     await stage.call("delete_application", name="default", request_id="first")
     assert (await stage.app_status())["status"] == "RUNNING"
-    # While it is under way, too: what one program takes back, another has asked for as well.
+    # While it is under way, too: what one program withdraws, another has asked for as well.
     goal = await begun(stage, version("2", "second"))
     again = (await stage.deploy_apps(version("2", "same second")))["goals"]["default"]
     assert again == goal

@@ -1,4 +1,4 @@
-"""Processes of replicas that accept connections themselves (``http_options={"replicas_listen": True}``)."""
+"""Processes of replicas that serve connections of the proxy themselves (``replicas_listen``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,24 @@ async def hold(request: Any) -> list[int]:
     return [os.getpid()]
 
 
+def held(request: Any) -> list[int]:
+    """Create a file, and wait for another one, if asked."""
+    if "mark" in request.query_params:
+        Path(request.query_params["mark"]).touch()
+        while not Path(request.query_params["go"]).exists():
+            time.sleep(0.01)
+    return [os.getpid()]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
 @pytest.fixture
 def client(external: ExternalCluster) -> Iterator[serve.Client]:
-    options = {"port": 0, "location": "EveryWorker", "replicas_listen": True}
+    options = {"port": 0, "location": "EveryWorker"}
     with serve.start(http_options=options, dask_client=external.client) as started:
         yield started
 
@@ -49,15 +64,19 @@ def url(client: serve.Client) -> str:
     return client.http_urls()[0].rstrip("/")
 
 
-def listeners_of(port: int) -> set[int]:
-    """Return the processes that have a listening socket of a port, which several may share."""
+def servers_of(port: int) -> dict[int, set[int]]:
+    """Return the processes that have each accepted connection of a port, by the port of the client.
+
+    A connection that a proxy has given to a replica's process is open in both.
+    """
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
-    found = set()
+    accepted = [row for row in rows if row[3] == "01" and row[1].endswith(f":{port:04X}")]
+    clients = {f"socket:[{row[9]}]": int(row[2].partition(":")[2], 16) for row in accepted}
+    found: dict[int, set[int]] = {}
     for each in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it has ended, or is another user's
-            if os.readlink(each) in sockets:
-                found.add(int(each.parts[2]))
+            if (inode := os.readlink(each)) in clients:
+                found.setdefault(clients[inode], set()).add(int(each.parts[2]))
     return found
 
 
@@ -67,16 +86,52 @@ def port_of(url: str) -> int:
     return port
 
 
-def until_listening(url: str, count: int) -> set[int]:
-    """Wait until this many processes listen, and return them."""
+class Caller:
+    """One connection that stays open."""
+
+    def __init__(self, url: str) -> None:
+        self._path = urlsplit(url).path
+        self._connection = HTTPConnection("127.0.0.1", port_of(url), timeout=PATIENCE_S)
+        self._connection.connect()
+        self.port = self._connection.sock.getsockname()[1]
+        #: The connection must last, so nothing may open another one.
+        self._connection.auto_open = 0
+
+    def send(self, query: str = "", method: str = "GET") -> None:
+        self._connection.request(method, self._path + query)
+
+    def receive(self) -> Reply:
+        answer = self._connection.getresponse()
+        return Reply(answer.status, dict(answer.getheaders()), answer.read())
+
+    def call(self, query: str = "", method: str = "GET") -> Reply:
+        self.send(query, method)
+        return self.receive()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def until_served_by(url: str, pids: int) -> set[int]:
+    """Wait until connections are served by this many processes of replicas, and return these."""
+    callers = [Caller(url) for _ in range(4 * pids)]
     port = port_of(url)
 
-    def found() -> set[int] | None:
-        pids = listeners_of(port)
-        return pids if len(pids) == count else None
+    def served() -> set[int] | None:
+        answers = {int(each.call().json[0]) for each in callers}
+        servers = servers_of(port)
+        return (
+            answers
+            if len(answers) == pids and all(servers[each.port] & answers for each in callers)
+            else None
+        )
 
-    pids: set[int] = poll_for(found, what=lambda: f"{listeners_of(port)} listen", every_s=0.05)
-    return pids
+    try:
+        found: set[int] = poll_for(served, what=lambda: f"{servers_of(port)}", every_s=0.05)
+    finally:
+        for each in callers:
+            each.close()
+    return found
 
 
 def deploy(client: serve.Client, name: str, code: Any, replicas: int = 2, **config: Any) -> None:
@@ -84,16 +139,21 @@ def deploy(client: serve.Client, name: str, code: Any, replicas: int = 2, **conf
     client.create_endpoint(name, backend=name, route=f"/{name}")
 
 
-def test_children_answer_and_pass_on_what_is_not_theirs(client: serve.Client, url: str) -> None:
+def test_children_answer_and_leave_the_rest_to_the_proxy(client: serve.Client, url: str) -> None:
     deploy(client, "who", who)
+    until_served_by(f"{url}/who", 2)
     client.create_backend("second", second)
     client.create_endpoint("second", backend="second", route="/second")
-    until_listening(url, 4)
     replies = [fetch(f"{url}/who") for _ in range(30)]
     assert {each.status for each in replies} == {200}
     assert len({each.json[0] for each in replies}) == 2
     assert {fetch(f"{url}/second").json[0] for _ in range(30)} == {"second"}
     assert {fetch(f"{url}/nothing").status for _ in range(30)} == {404}
+    mixed = Caller(url)
+    for _ in range(3):
+        assert mixed.call("/who").status == 200
+        assert mixed.call("/second").json == ["second"]
+    mixed.close()
 
 
 class Load:
@@ -144,52 +204,72 @@ def failed(replies: list[Reply | Exception]) -> list[Any]:
     return [each for each in replies if isinstance(each, Exception) or each.status != 200]
 
 
-def test_changes_under_load_lose_no_request_and_no_count(
-    client: serve.Client, url: str, external: ExternalCluster
+def test_changes_under_load_lose_no_request_no_connection_and_no_count(
+    client: serve.Client, url: str, external: ExternalCluster, stack: ExitStack
 ) -> None:
     deploy(client, "who", who)
-    before = until_listening(url, 4)
+    before = until_served_by(f"{url}/who", 2)
     client.create_backend("other", who, config={**ISOLATED, "num_replicas": 2})
+    counted_before = counted(external.client)
     load = Load(f"{url}/who")
+    kept = [stack.enter_context(closing(Caller(f"{url}/who"))) for _ in range(4)]
+    total = 0
+
+    def served_by() -> set[int]:
+        nonlocal total
+        replies = [each.call() for each in kept]
+        assert {each.status for each in replies} == {200}
+        assert not any("connection" in each.headers for each in replies)
+        total += len(replies)
+        return {int(each.json[0]) for each in replies}
+
     try:
+        assert served_by() <= before
         client.update_backend_config("who", {"num_replicas": 1})
-        until_listening(url, 3)
+        poll_for(lambda: len(served_by()) == 1, what="one replica", every_s=0.05)
         client.update_backend_config("who", {"num_replicas": 3})
-        after = until_listening(url, 5)
-        client.set_traffic("who", {"other": 1.0})  # the three leave the port, and those of the other open it
-        poll_for(lambda: len(listeners_of(port_of(url)) - after - before) == 2, what="others that listen")
+        poll_for(lambda: served_by() - before, what="new replicas serve old connections", every_s=0.05)
+        client.set_traffic("who", {"other": 1.0})
         client.delete_backend("who")
-        until_listening(url, 4)
+        poll_for(lambda: not served_by() & before, what="the other backend", every_s=0.05)
     finally:
         replies = load.end()
-    assert len(after - before) >= 1
     assert len(replies) > 20
     assert failed(replies) == []
+    expected = counted_before + len(replies) + total
     poll_for(
-        lambda: counted(external.client) >= len(replies),
-        what=lambda: f"{counted(external.client)} of {len(replies)}",
+        lambda: counted(external.client) >= expected, what=lambda: f"{counted(external.client)} of {expected}"
     )
-    assert counted(external.client) == len(replies)
+    assert counted(external.client) == expected
 
 
-def test_a_killed_child_is_replaced_and_the_others_answer(client: serve.Client, url: str) -> None:
-    deploy(client, "who", who)
-    listening = until_listening(url, 4)
-    victim = fetch(f"{url}/who").json[0]
-    assert victim in listening
+def test_requests_of_a_killed_child_are_answered_on_their_connections(
+    client: serve.Client, url: str, tmp_path: Path, stack: ExitStack
+) -> None:
+    client.create_backend("held", held, config={**ISOLATED, "num_replicas": 2})
+    client.create_endpoint("held", backend="held", route="/held", methods=["GET", "POST"])
+    victim, _ = until_served_by(f"{url}/held", 2)
+    callers = [stack.enter_context(closing(Caller(f"{url}/held"))) for _ in range(12)]
+    of_victim = [each for each in callers if each.call().json == [victim]]
+    assert len(of_victim) >= 4  # each replica has a share of the connections
+    reading, posting = of_victim[:2], of_victim[2]
+    go = tmp_path / "go"
+    for number, each in enumerate((*reading, posting)):
+        each.send(f"?mark={tmp_path / str(number)}&go={go}", "POST" if each is posting else "GET")
+    poll_for(lambda: len(list(tmp_path.iterdir())) == 3, what="requests that run")
     os.kill(victim, signal.SIGKILL)
-
-    def replaced() -> bool:
-        now = listeners_of(port_of(url))
-        return victim not in now and len(now) == 4
-
-    poll_for(replaced, what="a new child that listens")
-    assert {fetch(f"{url}/who").status for _ in range(20)} == {200}
+    assert posting.receive().status == 502  # it may have had an effect, and is not sent again
+    go.touch()
+    replies = [each.receive() for each in reading]
+    assert {each.status for each in replies} == {200}
+    assert all(each.json != [victim] for each in replies)
+    assert {each.call().status for each in callers} == {200}
+    assert victim not in until_served_by(f"{url}/held", 2)
 
 
 def test_a_blocked_child_holds_up_only_its_own_connections(client: serve.Client, url: str) -> None:
     deploy(client, "hold", hold, event_loop="worker")  # the loop that reads the connections, too
-    until_listening(url, 4)
+    until_served_by(f"{url}/hold", 2)
 
     def ask(query: str) -> tuple[int, float]:
         reply = fetch(f"{url}/hold{query}")

@@ -449,7 +449,7 @@ async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_ne
         await tab.until("site.link === 'on' && document.querySelector('h1').textContent === 'Overview'")
 
 
-async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_tells_work_from_waiting() -> None:
+async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_distinguishes_work_from_waiting() -> None:
     async with site() as page:
         tab = page.tab
         page.feeds.set(app__shop=application("shop", Front=deployment("Front")))

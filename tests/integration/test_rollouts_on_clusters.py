@@ -27,7 +27,7 @@ def version(name: str, *, fails: bool = False, **options: Any) -> Any:
 
 
 @pytest.mark.nightly
-def test_a_faulty_version_is_taken_back_within_ten_seconds(clean_cluster: ExternalCluster) -> None:
+def test_a_faulty_version_is_rolled_back_within_ten_seconds(clean_cluster: ExternalCluster) -> None:
     with (
         serve.start(address=clean_cluster.address, http_options={"port": 0}) as client,
         httpx.Client(base_url=client.http_urls()[0]) as http,

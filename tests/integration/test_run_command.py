@@ -161,7 +161,7 @@ def test_an_application_is_imported_only_where_it_runs(tmp_path: Path) -> None:
         assert program.errors == ""
 
 
-def test_a_port_in_use_is_told_at_once(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
     with listener() as port, run(tmp_path, "nowhere:app", "--port", str(port)) as program:
         assert program.wait() == 1, program.report()
         assert program.output == ""

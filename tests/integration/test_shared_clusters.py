@@ -89,7 +89,7 @@ def shop(external: ExternalCluster) -> Iterator[Callable[[], str]]:
         serve.connect(dask_client=external.client).shutdown()
 
 
-def test_a_change_that_does_not_come_about_leaves_what_was_there(
+def test_a_change_that_fails_leaves_the_previous_state(
     external: ExternalCluster, shop: Callable[[], str], tmp_path: Path
 ) -> None:
     with signalled(signal.SIGINT, (tmp_path / "begun").exists), pytest.raises(KeyboardInterrupt):

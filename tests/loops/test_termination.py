@@ -68,14 +68,14 @@ def test_a_second_signal_ends_the_process_at_once(ended: list[int], monkeypatch:
     assert ended == [signal.SIGTERM]
 
 
-def test_nothing_is_left_once_all_is_taken_back(ended: list[int]) -> None:
+def test_nothing_is_left_once_all_handlers_are_removed(ended: list[int]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     one, other = Begun(), Begun()
     remove_one, remove_other = on_sigterm(one), on_sigterm(other)
     remove_one()
     sigterm()
     assert (one.dones, len(other.dones)) == ([], 1)
-    remove_other()  # what has begun is not taken back
+    remove_other()  # what has begun is not undone
     assert ended == []
     other.dones[0]()
     assert ended == [signal.SIGTERM]

@@ -64,7 +64,7 @@ def test_the_options_of_a_gang_are_checked() -> None:
         GangSchedulingConfig(gang_size=2, gang_placement_strategy="NEAR")
 
 
-def test_a_gang_can_be_told_apart_in_plain_values() -> None:
+def test_a_gang_can_be_distinguished_in_plain_values() -> None:
     config = BackendConfig(num_replicas=2, gang_scheduling_config=PAIRS)
     assert BackendConfig(**config.to_plain()) == config
     assert config.fixed() == {"gang_scheduling_config": PAIRS}

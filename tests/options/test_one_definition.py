@@ -18,10 +18,10 @@ from tables import each_case
 import daskserve as serve
 from daskserve import options
 from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.control.decisions.applications import deploy
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import decode, encode
-from daskserve.control.verbs.applications import deploy
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields import base
@@ -49,7 +49,7 @@ EXCEPTIONS = {
     "proxies/ingress/errors.py:debug": "how one error is shown, not whether the instance shows errors",
 } | dict.fromkeys(
     (
-        "daskserve/control/calls/inspecting.py:memory",
+        "daskserve/control/rpc/inspecting.py:memory",
         "daskserve/data/replica/inspecting.py:memory",
         "daskserve/data/replica/inspection.py:memory",
         "daskserve/data/replica/process/inspection.py:memory",

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from tables import each_case
 
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.secrets import masked

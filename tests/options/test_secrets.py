@@ -22,7 +22,7 @@ from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.prometheus import PrometheusQueries
-from daskserve.control.views import views
+from daskserve.control.views import introspection
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -270,7 +270,7 @@ def test_records_messages_and_infos_do_not_show_secrets() -> None:
     assert VALUE not in repr(record)
     state = State()
     state.backends["b"] = record
-    info = views.deployment_info(state, "b")
+    info = introspection.deployment_info(state, "b")
     assert VALUE not in repr(info)
     assert '"B": {"env": "B"}' in info["actor_options"]["env"]
     spec = ActorSpec(ActorKind.REPLICA, "a", 1, "i", VALUE.encode())

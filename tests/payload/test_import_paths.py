@@ -38,6 +38,12 @@ def forget() -> None:
         sys.modules.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def _without_others() -> Iterator[None]:
+    yield
+    sys.modules.pop("other", None)
+
+
 def deployed() -> ImportPath:
     """Return the path as a new program sends it, and have this process again with what it had imported."""
     before = {name: sys.modules[name] for name in ("shop", "items") if name in sys.modules}
@@ -101,6 +107,23 @@ def test_other_files_than_those_of_a_revision_are_refused(project: Path) -> None
     write(project, "old")
     forget()
     assert import_definition(path, is_exact=True)() == "old"
+
+
+def test_modules_that_were_imported_for_others_do_not_count(project: Path) -> None:
+    """The version of a path does not depend on what its process has imported before."""
+    (project / "other.py").write_text("import items")
+    importlib.import_module("other")
+    assert set(deployed().modules) == {"shop", "items"}
+
+
+def test_modules_that_use_a_changed_one_are_forgotten_with_it(project: Path) -> None:
+    """Otherwise, a path that is imported later would find its module with the old one."""
+    (project / "other.py").write_text("from items import TEXT\ndef app():\n    return TEXT\n")
+    import_definition("other:app")
+    import_definition(deployed())
+    write(project, "new")
+    import_definition(deployed())
+    assert import_definition("other:app")() == "new"
 
 
 class Leaving(ModuleType):

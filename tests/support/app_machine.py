@@ -13,7 +13,7 @@ from simulation import START_S, Simulation
 from daskserve.control.records.records import AppRecord
 from daskserve.options.specs import deployment_tag
 
-#: Deployments with those that they need; the last is the ingress.
+#: The shapes of applications: deployments with the deployments that they need; the last is the ingress.
 GRAPHS: dict[str, dict[str, tuple[str, ...]]] = {
     "one": {"d": ()},
     "chain": {"a": (), "b": ("a",), "d": ("b",)},
@@ -23,7 +23,7 @@ GRAPHS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 NAMES = OneOf("default", "default", "x")
 SHAPES = OneOf(*sorted(GRAPHS))
-#: More than any worker has: such a change makes no progress until its time is up.
+#: More than any worker has: such a change makes no progress until it times out.
 TOO_MANY = 99
 VERSIONS = Several(OneOf("1", "2"), 3, 3)
 ROUTES = OneOf("/x", "/y", None)
@@ -66,7 +66,7 @@ class AppMachine(FaultyWorld):
     ) -> dict[str, Any]:
         request_id = self.world.request_id()
         graph = GRAPHS[shape]
-        # Every second change has its time from the last progress.
+        # Every second change has a time limit without progress instead of a total limit.
         limits = {
             "timeout_s": TIMEOUT_S if self.world.request_count % 2 else None,
             "progress_timeout_s": TIMEOUT_S,
@@ -123,7 +123,7 @@ class AppMachine(FaultyWorld):
 
     @rule(name=NAMES, shape=SHAPES, versions=VERSIONS, expects=OneOf("none", "last", "old"), seconds=SECONDS)
     def restore(self, name: str, shape: str, versions: Sequence[str], expects: str, seconds: float) -> None:
-        """Deploy unless another call than the expected one has deployed the application before."""
+        """Deploy only if the last deploy of the application was the expected call."""
         app = self.world.witness.records.get(f"app/{name}")
         last = app.request_id if isinstance(app, AppRecord) and not app.is_deleting else ""
         expected = {"none": "", "last": last, "old": "request-1"}[expects]
@@ -144,14 +144,14 @@ class AppMachine(FaultyWorld):
 
     @rule(when=lambda self: self.has_apps, name=NAMES, number=OneOf(None, 1, 2), seconds=SECONDS)
     def roll_back(self, name: str, number: int | None, seconds: float) -> None:
-        """Return to an earlier revision, be there one or not."""
+        """Roll back to a revision, which may not exist."""
         limits = {"timeout_s": TIMEOUT_S, "progress_timeout_s": TIMEOUT_S}
         request_id = self.world.request_id()
         self._call("rollback", seconds, app=name, revision=number, request_id=request_id, **limits)
 
     @rule(when=lambda self: self.has_apps, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
-        """Take back the last deploy, or the one before."""
+        """Withdraw the last deploy, or the one before."""
         deployed = [each.message["apps"] for each in self.world.calls if each.verb == "deploy_applications"]
         if deployed:
             apps = deployed[-1 - min(age, len(deployed) - 1)]

@@ -1,4 +1,4 @@
-"""A witness of applications: each is always as one deploy asked for it, never half as another one did."""
+"""A witness of applications: each always matches one deploy, and never mixes two deploys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Signature: TypeAlias = tuple[str | None, tuple[tuple[str, str], ...]]
 
 
 def asked_by(message: Mapping[str, Any]) -> dict[str, Signature]:
-    """Return what a deploy asks for, by application."""
+    """Return the requested signature of each application in a deploy."""
     return {
         app["name"]: (
             app["route"],
@@ -41,7 +41,7 @@ class AppWitness(Witness):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        #: What clients have asked for, and to what each application last settled.
+        #: The signatures that clients have requested, and the last completed one of each application.
         self.asked: dict[str, set[Signature]] = {}
         self.settled: dict[str, Signature | None] = {}
 
@@ -54,7 +54,7 @@ class AppWitness(Witness):
         return found if isinstance(found, AppRecord) else None
 
     def signature(self, app: AppRecord) -> Signature:
-        """Return what an application is now."""
+        """Return the current signature of an application."""
         found = {tag: self.backend(tag) for tag in app.tags}
         for tag, backend in found.items():
             if app.is_deleting:
@@ -141,14 +141,14 @@ class AppWitness(Witness):
         self._record_goals()
 
     def _check_history(self) -> None:
-        """Check that each revision that can return has its code."""
+        """Check that the code of each revision that can be deployed again is kept."""
         codes = {each.name for each in self.of(CodeRecord)}
         for each in self.of(RevisionRecord):
             if each.is_complete and not codes.issuperset(each.codes.values()):
                 self.report(f"{each} has lost {set(each.codes.values()) - codes}")
 
     def _check_settled(self, app: AppRecord, before: AppRecord, goal: Any, signature: Signature) -> None:
-        """Check that a change came about as a whole, or was taken back as a whole."""
+        """Check that a change was completed or rolled back as a whole."""
         if goal.state is GoalState.FAILED:
             fallback = self.settled.get(app.name)
             if (signature if app.deployments else None) != fallback:
@@ -209,7 +209,7 @@ class AppWitness(Witness):
                 self.report(f"{backend.tag} starts before {need.tag} is up")
 
     def _check_stop(self, backend: BackendRecord) -> None:
-        """Check that a deletion stops nothing that another deployment still calls."""
+        """Check that a deletion stops no deployment that another deployment still calls."""
         if not backend.is_deleting or backend.is_forced:
             return
         for caller in self.of(BackendRecord):

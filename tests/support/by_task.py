@@ -1,4 +1,4 @@
-"""Makes an actor's request of a coroutine function, for the actors and the clusters of tests."""
+"""Turns a coroutine function into an actor's request, for the actors and clusters of tests."""
 
 from __future__ import annotations
 

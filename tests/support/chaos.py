@@ -1,8 +1,8 @@
-"""Break everything that can break under an instance with load, by a seed, and judge what clients saw.
+"""Cause failures of an instance under load, chosen by a seed, and check the results of clients.
 
-Machines are network namespaces: this needs Linux and root, `ip` and `iptables`. It prints what it breaks, a
-table of what that cost, and each violation. The exit status is 0 if all invariants held, 1 if not, and 2 if
-it could not break what it was asked to: nothing was tried then, and it says what is missing.
+Machines are network namespaces: this needs Linux and root, `ip` and `iptables`. It prints each fault, a table
+of their effects, and each violation. The exit status is 0 if all invariants held, 1 if not, and 2 if it could
+not cause a requested fault; then it tries nothing, and prints what is missing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
-#: The exit status if something that was asked for was not tried.
+#: The exit status if a requested fault was not tried.
 NOT_TRIED = 2
-# For the workers, which import the application of the run.
+# For the workers: they import the application of the run.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
 
 from chaos_machines import ChaosMachines  # noqa: E402
@@ -54,7 +54,7 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     arguments = read_arguments(given)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1_000_000)
-    # The machines and all processes are removed then, too.
+    # This also removes the machines and all processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as stack:
         try:
@@ -81,7 +81,7 @@ def main(given: list[str] | None = None) -> int:
 def play(
     found: Machines, folder: Path, arguments: argparse.Namespace, seed: int, tried: set[str]
 ) -> list[str]:
-    """Break things; return the violations, and add the kinds of faults to ``tried``."""
+    """Cause faults; return the violations, and add the kinds of faults to ``tried``."""
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -89,7 +89,7 @@ def play(
 
     setting = Setting(arguments.server, arguments.location, arguments.isolation)
     say(f"seed {seed}, {setting}, faults: {', '.join(arguments.kinds)}")
-    # This program is a client like others: on a machine that does not fail.
+    # This program is one of the clients, on a machine that does not fail.
     exec(found.enter("clients"))
     run = ChaosRun(ChaosMachines(found, folder), folder, setting, say)
     schedule = rounds(seed, arguments.kinds, pairs_share=0.0 if arguments.alone else PAIRS_SHARE)

@@ -1,4 +1,4 @@
-"""What chaos runs deploy. It is imported by workers and replicas."""
+"""The application that chaos runs deploy; workers and replicas import it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CHUNKS, CHUNK_S = 10, 0.05
 
 
 class Target:
-    """Notes each request in a file, with the processes it runs in, and answers with its version."""
+    """Records each request in a file, with the processes in which it runs, and answers with its version."""
 
     def __init__(self, version: int, notes: str) -> None:
         self._version = version
         self._notes = notes
 
     def note(self, request_id: str) -> None:
-        # A short write to the end of a file is atomic, also if the process is killed after it.
+        # A short write to the end of a file is atomic, even if the process is killed right after it.
         line = f"{request_id} {os.getpid()} {os.getppid()}\n".encode()
         file = os.open(self._notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:

@@ -1,4 +1,4 @@
-"""The clients of a chaos run: they send every kind of request through living proxies, and keep every end."""
+"""The clients of a chaos run: they send every kind of request, and record how each one ended."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError
 
 PAUSE_S = 0.03
-#: How often proxies are checked, and the time that they have for an answer.
+#: How often proxies are checked, and the timeout of their answer.
 CHECK_S, CHECK_TIMEOUT_S = 0.5, 2.0
 CONNECT_S = 1.0
-#: Longer than any wait that is allowed.
+#: The timeout of a request: longer than any allowed wait.
 TIMEOUT_S = 40.0
 #: How many clients send each kind, one request after the other.
 CLIENTS = {"GET": 2, "POST": 2, "stream": 2, "websocket": 2, "call": 2}
 
-#: The number of samples in which a recent answer is looked for.
+#: Number of samples that are searched for a recent answer.
 RECENT = 1000
 
 ROUTE = "/target"
@@ -37,10 +37,10 @@ Address = tuple[str, int]
 
 
 class Balancer:
-    """What load balancers do: it checks the proxies, and leaves out those that do not answer.
+    """Acts like a load balancer: it checks the proxies, and leaves out those that do not answer.
 
-    The connections to a proxy that does not answer are closed, since their clients could not reach it either.
-    A proxy that refuses, because it drains for example, gets no new ones, and keeps those that it has.
+    It closes the connections to a proxy that does not answer, because clients could not reach that proxy
+    either. A proxy that refuses, for example because it drains, keeps its connections and gets no new ones.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Balancer:
         self._threads: list[threading.Thread] = []
 
     def know(self, urls: Sequence[str]) -> None:
-        """Add addresses; none is forgotten, because proxies come back at their address."""
+        """Add addresses; none is removed, because proxies come back at their address."""
         for url in urls:
             parts = urlsplit(url)
             address = parts.hostname or "", parts.port or 0
@@ -72,7 +72,7 @@ class Balancer:
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, socket.socket]]:
-        """Yield a connection to the next proxy that lives, with its address; wait until there is one."""
+        """Yield a connection to the next live proxy, with its address; wait until there is one."""
         while True:
             living = self.living()
             if living:
@@ -109,22 +109,22 @@ class NoProxyError(Exception):
 
 
 class CutShortError(Exception):
-    """A response has begun, and is not whole."""
+    """A response has begun, but is incomplete."""
 
 
 class GoingAwayError(Exception):
-    """A replica or proxy that stops has asked the client of a WebSocket to connect again."""
+    """A stopping replica or proxy has told the client of a WebSocket to connect again."""
 
 
 def health_of(address: Address) -> Literal["good", "refuses", "silent"]:
-    """Return whether a proxy takes requests, refuses them or their connections, or does not answer."""
+    """Return whether a proxy accepts requests, refuses them or their connections, or does not answer."""
     connection = http.client.HTTPConnection(*address, timeout=CHECK_TIMEOUT_S)
     try:
         connection.request("GET", "/-/healthz")
         return "good" if connection.getresponse().status == http.client.OK else "refuses"
     except (ConnectionError, http.client.HTTPException):
         return "refuses"
-    except OSError:  # no answer in time, or no way to the machine
+    except OSError:  # no answer in time, or no route to the machine
         return "silent"
     finally:
         connection.close()
@@ -182,7 +182,7 @@ def _raise_for_end(event: object) -> NoReturn:
 
 
 class Clients:
-    """All clients, each in a thread of its own, until `stop`."""
+    """All clients, each in a separate thread, until `stop`."""
 
     def __init__(self, balancer: Balancer, call: Callable[[str], int]) -> None:
         self._balancer = balancer
@@ -203,13 +203,13 @@ class Clients:
             thread.start()
 
     def stop(self) -> None:
-        """End the clients after the requests that they have begun."""
+        """End the clients once their requests in flight have completed."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()
 
     def unanswered(self, since: float) -> str:
-        """Return the kinds of requests that have had no answer since a time."""
+        """Return the kinds of requests without an answer since a time."""
         answered = {each.kind for each in self.samples[-RECENT:] if each.is_good and each.began > since}
         return ", ".join(f"an answer to a {kind}" for kind in CLIENTS if kind not in answered)
 
@@ -218,7 +218,7 @@ class Clients:
             self.send(kind)
 
     def send(self, kind: str) -> Sample | None:
-        """Send one request and keep how it ended."""
+        """Send one request and record how it ended."""
         request_id = f"{kind}-{next(self._numbers)}"
         sample = self._sent_by_handle(request_id) if kind == "call" else self._sent(kind, request_id)
         if sample is not None:

@@ -1,4 +1,4 @@
-"""What breaks in a chaos run: each kind of fault, and a record of what it hit."""
+"""The faults of a chaos run: each kind of fault, and a record of its effects."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from distributed import Client
 import daskserve as serve
 from daskserve.client.views.status import Status
 
-#: Within this time, processes that got SIGTERM end: the grace period, and what a busy machine takes.
+#: Maximum time until a process that got SIGTERM ends: the grace period, plus a margin for a busy machine.
 SIGTERM_S = 35.0
 
 
 @dataclass
 class Watch:
-    """The last status of the instance, read all the time."""
+    """The last status of the instance, which is read continuously."""
 
     client: serve.Client
     balancer: Balancer
     status: Status = field(default_factory=Status)
-    #: When the last status was asked for.
+    #: When the last status was requested.
     asked: float = 0.0
 
     def look(self) -> None:
@@ -39,7 +39,7 @@ class Watch:
         try:
             status = self.client.status()
         except Exception:
-            # The scheduler or the controller is away; the last status stays.
+            # The scheduler or the controller does not answer; keep the last status.
             return
         if status.instance:
             self.status, self.asked = status, asked
@@ -58,7 +58,7 @@ class Watch:
 
 
 class Faults:
-    """Lets faults happen, and records them as damages."""
+    """Causes faults, and records them as damages."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Faults:
         self._say = say
         self._round = 0
         self.damages: list[Damage] = []
-        #: The faults that could not be done.
+        #: The faults that could not be caused.
         self.failures: list[str] = []
 
     def act(self, fault: Fault, round_number: int) -> None:
-        """Let a fault happen, from its begin to its end."""
+        """Cause a fault, from its beginning to its end."""
         self._round = round_number
         time.sleep(fault.at_s)
         acts: dict[str, Callable[[Fault], None]] = {
@@ -114,7 +114,7 @@ class Faults:
     def _damage(
         self, fault: Fault, pids: Iterable[int] = (), *, cuts_off_proxies: bool = True
     ) -> Iterator[set[int]]:
-        """Record a fault that lasts as long as the block, and the processes that it hits."""
+        """Record a fault that lasts as long as the block, and the processes that it affects."""
         began, hit = time.monotonic(), set(pids)
         proxies = self._watch.proxies()
         yield hit
@@ -132,7 +132,7 @@ class Faults:
         self.damages.append(damage)
 
     def _seat(self, target: str) -> str:
-        """Return the worker that a fault means; any one if none has this role now."""
+        """Return the worker that a fault names by role; any worker if none has this role now."""
         if target in ROLES:
             wanted = self._watch.pids_of(target)
             having = [seat for seat in WORKERS if wanted.intersection(self._machines.worker_pids(seat))]
@@ -186,7 +186,7 @@ class Faults:
         self._end(fault, [pid for seat in seats for pid in self._machines.signalled_pids("service", seat)])
 
     def _end(self, fault: Fault, pids: Sequence[int]) -> None:
-        """Send SIGTERM to processes and wait for their end, which no request may notice."""
+        """Send SIGTERM to processes and wait for their end, which must not affect any request."""
         with self._damage(fault):
             _signal(pids, signal.SIGTERM)
             deadline = time.monotonic() + SIGTERM_S

@@ -1,7 +1,7 @@
-"""The machines of a chaos run, and what can break there.
+"""The machines of a chaos run, and the faults that can occur on them.
 
-``hub`` has the scheduler, ``clients`` the program of the run. Each other machine has one worker or two; each
-worker has a nanny, which runs in a process of its own.
+The scheduler runs on ``hub``, the program of the run on ``clients``. Each other machine has one or two
+workers; each worker has a nanny in a separate process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEDULER_PORT = 8786
 class ChaosMachines:
     """Dask on machines: a scheduler at a fixed address, and workers with nannies.
 
-    A nanny that ends is started again after a second, as systemd or Kubernetes would.
+    A nanny that ends is restarted after a second, as systemd or Kubernetes would do.
     """
 
     def __init__(self, machines: Machines, folder: Path) -> None:
@@ -153,7 +153,7 @@ class ChaosMachines:
 
 
 def stop_for(pid: int, seconds: float) -> None:
-    """Stop a process for some time, if it lives so long."""
+    """Suspend a process for some time, unless it ends earlier."""
     try:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
@@ -171,7 +171,7 @@ def _children(process: psutil.Process) -> list[int]:
 
 
 def _kill_tree(program: Program) -> None:
-    """Kill a program and what it has started, at once."""
+    """Kill a program and its child processes at once."""
     if program.process.poll() is None:
         for pid in (*_children(psutil.Process(program.process.pid)), program.process.pid):
             try:

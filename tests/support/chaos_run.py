@@ -1,4 +1,4 @@
-"""One chaos run: an instance on machines that fail by a schedule, under load. See `scripts/chaos`."""
+"""One chaos run: an instance under load, on machines with scheduled faults. See `scripts/chaos`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ PORT = 8000
 REPLICAS = 4
 #: Pause between deploys, which are part of the load.
 DEPLOY_S = 6.0
-#: Time until all is whole again after a round, with processes that start at the same time.
+#: Maximum time until everything runs again after a round, with processes that start at the same time.
 WHOLE_S = 60.0
-#: How much more the processes may hold at the end than at the beginning: a share, and a number.
+#: How much more the processes may use at the end than at the beginning: a share, and a number.
 MORE_SHARE, MORE_COUNT, MORE_MB = 0.15, 20, 150.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is served, and how."""
+    """The options of the run and of the instance."""
 
     server: str = "tornado"
     location: str = "HeadOnly"
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Use:
-    """What the processes of an instance hold while nothing is asked."""
+    """The resources that the processes of an instance use without requests."""
 
     threads: int
     descriptors: int
@@ -88,7 +88,7 @@ class ChaosRun:
     # ---- the story
 
     def play(self, rounds: Iterable[Round], lasts_s: float) -> Run:
-        """Start all, play rounds for some time, and return what happened."""
+        """Start everything, play rounds for some time, and return what happened."""
         origin = time.monotonic()
         with ExitStack() as stack:
             self._machines.start()
@@ -167,7 +167,7 @@ class ChaosRun:
         return self._client
 
     def _warm_up(self) -> None:
-        """Let every part do everything once, so that it has its threads and connections."""
+        """Use every part once, so that all threads and connections exist."""
         self._clients.start()
         try:
             time.sleep(3)
@@ -234,7 +234,7 @@ class ChaosRun:
     # ---- looks
 
     def _wait_until_whole(self, *, with_clients: bool = False) -> str:
-        """Wait until all runs and clients are answered; return what is missing if that takes too long."""
+        """Wait until everything runs and clients get answers; return what is missing at the timeout."""
         since = time.monotonic()
         while True:
             missing = self._missing() if self._watch.asked > since else "a new status"
@@ -290,7 +290,7 @@ class ChaosRun:
         )
 
     def _check_rest(self, before: Use) -> None:
-        """Wait until the processes use as much as before; record what stays."""
+        """Wait until the processes use as much as before; record the resources that stay in use."""
         left: list[str] = []
 
         def is_as_before() -> bool:
@@ -308,7 +308,7 @@ class ChaosRun:
 
 
 class StallWatch:
-    """Notes when this program did not run for a while, because the machine was busy."""
+    """Records when this program did not run for a while, because the machine was busy."""
 
     STEP_S = 0.05
 
@@ -326,7 +326,7 @@ class StallWatch:
 
 @contextmanager
 def repeated(pause_s: float, act: Callable[[], None]) -> Iterator[None]:
-    """Do something again and again, while the block runs."""
+    """Call a function repeatedly while the block runs."""
     is_over = threading.Event()
 
     def repeat() -> None:

@@ -1,7 +1,7 @@
-"""What a chaos run breaks, and when: a function of its seed.
+"""The faults of a chaos run and their times, which depend only on the seed.
 
-A run is a sequence of rounds. Each breaks one thing or two, and ends when all is whole again. The first
-rounds use every kind of fault once, in random order; after that, the order is drawn again.
+A run is a sequence of rounds. Each round causes one or two faults, and ends when everything runs again. The
+first rounds use every kind of fault once, in random order; then another random order follows.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-#: The share of rounds that break two things.
+#: The share of rounds that cause two faults.
 PAIRS_SHARE = 0.5
 #: The machines that have workers, and the names of their workers.
 SEATS = {"h1": ("h1a", "h1b"), "h2": ("h2a",), "h3": ("h3a",)}
 HOSTS = tuple(SEATS)
 WORKERS = tuple(worker for seats in SEATS.values() for worker in seats)
-#: Workers by what they hold when the fault begins.
+#: The roles by which a fault selects a worker when it begins.
 ROLES = ("proxy", "controller")
-#: Who gets SIGTERM: a worker's process, its nanny (as in a container), both with all of their processes (as
-#: by systemd), or the processes of its replicas.
+#: The receivers of SIGTERM: a worker's process, its nanny (as in a container), both with all of their
+#: processes (as by systemd), or the processes of its replicas.
 SIGNALLED = ("worker", "nanny", "service", "replicas")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: what it may hit, and for how long, in seconds."""
+    """A kind of fault: its possible targets, and its possible durations in seconds."""
 
     targets: Sequence[str] = ("",)
     lasts_s: tuple[float, float] = (0.0, 0.0)
@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a round: when it begins, after the round's begin, and how long it lasts."""
+    """One fault of a round: when it begins, relative to the round's beginning, and how long it lasts."""
 
     kind: str
     target: str
@@ -72,7 +72,7 @@ Round = tuple[Fault, ...]
 def rounds(
     seed: int, kinds: Sequence[str] = tuple(KINDS), *, pairs_share: float = PAIRS_SHARE
 ) -> Iterator[Round]:
-    """Yield rounds without end; the same for the same arguments."""
+    """Yield rounds endlessly; equal arguments give equal rounds."""
     rng = random.Random(seed)
     left: list[str] = []
     while True:
@@ -90,7 +90,7 @@ def rounds(
 
 
 def _go_together(one: str, other: str) -> bool:
-    # Two of one kind may want the same worker, and there is only one scheduler.
+    # Two faults of one kind may select the same worker, and there is only one scheduler.
     return one != other and not (one.endswith("scheduler") and other.endswith("scheduler"))
 
 

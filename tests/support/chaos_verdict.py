@@ -1,6 +1,6 @@
-"""Whether a chaos run was survived: what was asked and broken goes in, the violations come out.
+"""Finds the violations of a chaos run, given its requests and its faults.
 
-All times are on one monotonic clock. Processes are known by their numbers, and proxies by the addresses of
+All times are on one monotonic clock. Processes are identified by their ids, and proxies by the addresses of
 their machines.
 """
 
@@ -11,20 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Requests that have to be done exactly once.
+#: Requests that must run exactly once.
 ONCE = ("POST", "call")
-#: Requests that are not sent again if their replica is lost.
+#: Requests that are not retried if their replica is lost.
 NOT_REPEATED = (*ONCE, "websocket")
 
-#: Time that a restarted worker takes until it holds actors, while all others do the same.
+#: Time until a restarted worker holds actors, while all others restart as well.
 START_S = 6.0
-#: Time until a machine or a route that is lost without a sign, and a stopped process, are noticed.
+#: Time until the silent loss of a machine or a route is detected, and time until a stopped process is
+#: detected.
 LOST_S, STOPPED_S = 7.5, 5.0
-#: Time until requests go on after the death of a process, or while nothing should be felt at all.
+#: Time until requests are answered again after the death of a process, and after a fault that clients should
+#: not notice.
 DEAD_S, UNFELT_S = 1.0, 0.5
-#: Time until a proxy that was cut off knows what has changed meanwhile.
+#: Time until a proxy that was cut off has applied all changes.
 NEWS_S = 2.0
-#: Time between two answers of one kind without faults: what a request and a pause take, and a busy machine.
+#: Time between two answers of one kind without faults: a request, a pause, and a margin for a busy machine.
 QUIET_S = 1.5
 
 
@@ -36,10 +38,10 @@ class Sample:
     id: str
     began: float
     ended: float
-    #: "ok", "going away" for a WebSocket that shall connect again, "cut short" after the response had begun,
-    #: or what went wrong.
+    #: "ok", "going away" for a WebSocket whose client should connect again, "cut short" after the response
+    #: had begun, or the error.
     outcome: str
-    #: The address of the machine whose proxy got it; empty for calls by handle.
+    #: The address of the machine of the proxy that got the request; empty for calls by handle.
     proxy: str = ""
     version: int = -1
     #: How a response was cut short.
@@ -52,14 +54,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Damage:
-    """A fault as it happened: until when, and what it hit."""
+    """A fault that has occurred: when it ended, and the processes and proxies that it affected."""
 
     kind: str
     name: str
     round: int
     began: float
     ended: float
-    #: The processes, and the machines whose proxies were hit.
+    #: The processes, and the machines of the proxies, that were affected.
     pids: frozenset[int] = frozenset()
     proxies: frozenset[str] = frozenset()
     #: Whether no other proxy was left.
@@ -67,19 +69,19 @@ class Damage:
 
     @property
     def label(self) -> str:
-        """Its kind, and whether it hit a proxy."""
+        """Its kind, and whether it affected a proxy."""
         if self.hits_last_proxy:
             return f"{self.kind} (the proxy)"
         return f"{self.kind} (a proxy)" if self.proxies else self.kind
 
     @property
     def silence_s(self) -> float:
-        """How long clients may wait because of it."""
+        """How long clients may wait because of this fault."""
         return felt_s(self.kind, self.ended - self.began, hits_last_proxy=self.hits_last_proxy)
 
 
 def felt_s(kind: str, lasts_s: float, *, hits_last_proxy: bool, grace_s: float = 10.0) -> float:
-    """Return how long a fault may be felt, with the return of the only address if that is lost."""
+    """Return how long clients may notice a fault, including the return of the only address."""
     noticed = {
         "kill worker": DEAD_S,
         "poison": DEAD_S,
@@ -90,13 +92,13 @@ def felt_s(kind: str, lasts_s: float, *, hits_last_proxy: bool, grace_s: float =
     }.get(kind, UNFELT_S)
     if not hits_last_proxy or noticed == UNFELT_S:
         return noticed
-    # A worker starts again on its machine, or the proxy moves after its grace.
+    # A worker restarts on its machine, or the proxy moves after its grace period.
     return noticed + min(lasts_s + START_S, grace_s + START_S / 2)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A time in which this machine did not run the program of the run."""
+    """A time during which this machine did not execute the program of the run."""
 
     at: float
     lasted_s: float
@@ -104,7 +106,7 @@ class Stall:
 
 @dataclass
 class Run:
-    """All that a run has seen."""
+    """The observations of a run."""
 
     samples: Sequence[Sample]
     damages: Sequence[Damage]
@@ -113,16 +115,16 @@ class Run:
     #: When each version was acknowledged.
     acknowledged: Sequence[tuple[float, int]] = ()
     stalls: Sequence[Stall] = ()
-    #: What was not as it should have been when it was looked at.
+    #: The faults that checks during the run have found.
     leftovers: Sequence[str] = ()
-    #: When it began: the violations name the seconds since then.
+    #: When the run began: violations contain the seconds since then.
     origin: float = 0.0
-    #: When the clients began to send without a pause: what was sent before is only warming up.
+    #: When the clients began to send without a pause; earlier requests only warm up the instance.
     load_began: float = 0.0
 
 
 def violations(run: Run) -> list[str]:
-    """Return what a run did that it must not do, in words."""
+    """Return the violations of a run, in words."""
     return [
         *_unexplained(run),
         *_not_once(run),
@@ -147,7 +149,7 @@ def _unexplained(run: Run) -> Iterator[str]:
 
 
 def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
-    """Return whether a request was under way on what a fault hit."""
+    """Return whether a request was in progress on a process or proxy that a fault affected."""
     if not _meets(damage, sample, run):
         return False
     if sample.proxy in damage.proxies:
@@ -157,12 +159,12 @@ def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
     ran = run.ran.get(sample.id, ())
     is_there = any(pids & damage.pids for pids in ran)
     if sample.kind in NOT_REPEATED:
-        # One that no replica has noted was lost on its way to one.
+        # A request that no replica has recorded was lost on its way to a replica.
         return is_there or not ran
     if sample.outcome == "cut short":
         return is_there
-    # It is retried once. Each of two faults, and each process that one poisonous request has ended, may have
-    # ended an attempt, one that no replica has noted too.
+    # A request is retried once. Each of two faults, and each process that one poisonous request has ended,
+    # may have ended an attempt, even an attempt that no replica has recorded.
     hit = frozenset().union(*(each.pids for each in run.damages))
     noted = sum(bool(pids & hit) for pids in ran)
     others = [each for each in run.damages if each.pids and _meets(each, sample, run)]
@@ -200,7 +202,7 @@ def _lost_changes(run: Run) -> Iterator[str]:
 
 
 def _cuts_off_news(damage: Damage, sample: Sample, run: Run) -> bool:
-    """Return whether a request came to a proxy that could not know of a change yet."""
+    """Return whether a request reached a proxy that could not have applied a change yet."""
     until = damage.ended + NEWS_S + 2 * _stalled(run, damage.began, damage.ended + NEWS_S)
     return sample.proxy in damage.proxies and damage.began < sample.began < until
 
@@ -221,7 +223,7 @@ def _too_long(run: Run) -> Iterator[str]:
 
 
 def _felt_together_s(damages: Sequence[Damage]) -> float:
-    """Return how long faults may be felt together: what is lost without a scheduler waits for its return."""
+    """Return how long clients may notice several faults; without a scheduler, nothing lost is replaced."""
     away = [each.ended - each.began + START_S for each in damages if each.kind.endswith("scheduler")]
     is_something_lost = any(each.pids for each in damages)
     return sum(each.silence_s for each in damages) + (sum(away) if is_something_lost else 0.0)
@@ -241,7 +243,7 @@ class Silence:
 
 
 def _silences(run: Run) -> Iterator[Silence]:
-    """Yield all silences, those before the first answer and after the last one included."""
+    """Yield all silences, including those before the first and after the last answer."""
     samples = [each for each in run.samples if each.began >= run.load_began]
     if not samples:
         return
@@ -271,7 +273,7 @@ def _stalled(run: Run, since: float, until: float) -> float:
 
 
 def report(run: Run) -> str:
-    """Return what a run did to whom, as a table with a row for each kind of round."""
+    """Return the effects of a run as a table, with a row for each kind of round."""
     rounds: dict[int, list[Damage]] = defaultdict(list)
     for each in run.damages:
         rounds[each.round].append(each)
@@ -301,7 +303,7 @@ def report(run: Run) -> str:
 
 
 def _round_of(silence: Silence, begins: Mapping[int, float]) -> int | None:
-    """Return the first round that began in a silence, or else the last one before it."""
+    """Return the first round that began during a silence, or else the last round before the silence."""
     within = [number for number, began in begins.items() if silence.at <= began < silence.until]
     before = [number for number, began in begins.items() if began < silence.at]
     return min(within) if within else max(before, default=None)

@@ -16,7 +16,7 @@ from tornado.websocket import WebSocketClientConnection, websocket_connect
 
 #: Whether tests of pages can run.
 HAS_CHROMIUM = shutil.which("chromium") is not None
-#: How long something may take to be so.
+#: Timeout of waits for a condition.
 PATIENCE_S = 30.0
 
 
@@ -26,7 +26,7 @@ class Tab:
     Attributes
     ----------
     troubles : list
-        What the console has of errors, and the exceptions that nothing has caught.
+        The errors on the console, and the uncaught exceptions.
     """
 
     def __init__(self, socket: WebSocketClientConnection) -> None:
@@ -78,7 +78,7 @@ class Tab:
         return result["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = PATIENCE_S) -> Any:
-        """Return the value of an expression once it is true; until then, it may also fail."""
+        """Return the value of an expression once it is true; until then, the expression may also raise."""
         found = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -112,13 +112,13 @@ class Tab:
         await self.send("Emulation.setEmulatedMedia", features=[theme])
 
     async def photograph(self) -> bytes:
-        """Return what the window shows, as PNG."""
+        """Return a screenshot of the window as PNG."""
         return base64.b64decode((await self.send("Page.captureScreenshot"))["data"])
 
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Tab]:
-    """Run a browser; its page is empty."""
+    """Run a browser with an empty page."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [
             "chromium",

@@ -34,7 +34,7 @@ def nannied_cluster(n_workers: int = 3, **options: Any) -> Iterator[Client]:
 
 
 def restore(dask: Client, n_workers: int = WORKERS) -> None:
-    """Start workers in place of retired ones, and wait for those that nannies restart."""
+    """Start workers in place of retired ones, and wait for the workers that nannies restart."""
     cluster: Any = dask.cluster
     for name, nanny in list(cluster.workers.items()):
         if nanny.status in (Status.closing_gracefully, Status.closing, Status.closed):

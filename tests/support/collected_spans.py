@@ -54,7 +54,7 @@ def until(is_true: Callable[[], object]) -> None:
 
 
 def path_of(span: ReadableSpan, spans: Sequence[ReadableSpan]) -> str:
-    """Return the names of a span and of those above it."""
+    """Return the names of a span and of its ancestors."""
     by_id = {each.context.span_id: each for each in spans}
     names = []
     found: ReadableSpan | None = span

@@ -1,4 +1,4 @@
-"""Records, specs and worlds for the tests of the control plane."""
+"""Records, specs and cluster states for the tests of the control plane."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from daskserve.common.types import ReplicaState, WorkerInfo
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.backend.steady_state import is_steady
 from daskserve.control.backend.step import full_step, step
+from daskserve.control.decisions import backends as backend_decisions
+from daskserve.control.decisions.backends import Outcome
+from daskserve.control.decisions.goals import ChangeLimits
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
     BackendRecord,
@@ -22,14 +25,11 @@ from daskserve.control.records.records import (
     ReplicaRecord,
 )
 from daskserve.control.records.state import State
-from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.verbs.backends import Outcome
-from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec, deployment_tag
 
-#: What a replica occupies unless the test says otherwise.
+#: The resources of a replica, unless the test sets others.
 TENTH: Mapping[str, float] = {"CPU": 0.1}
 
 
@@ -80,7 +80,7 @@ def state_of(*records: Record) -> State:
 
 
 def spec(tag: str = "b", **fields: Any) -> BackendSpec:
-    """Return a spec as the client makes it; ``num_replicas`` and such go into its config."""
+    """Return a spec as the client makes it; options such as ``num_replicas`` go into its config."""
     names = set(BackendSpec.__dataclass_fields__)
     config = {name: value for name, value in fields.items() if name not in names}
     defaults: dict[str, Any] = {
@@ -111,7 +111,8 @@ def app_spec(
     progress_timeout_s: float | None = None,
     **specs: Mapping[str, Any],
 ) -> ApplicationSpec:
-    """Return an application as the client makes it: its deployments with the names of those they need.
+    """Return an application as the client makes it: its deployments, each with the names of those that it
+    needs.
 
     Keyword arguments are the fields of each deployment's `spec`.
     """
@@ -125,7 +126,7 @@ def app_spec(
 
 
 class Bench:
-    """One backend's state machine, with the world in the test's hand."""
+    """One backend's state machine; the test controls the observed state."""
 
     def __init__(self, workers: Iterable[WorkerInfo] = (worker(1), worker(2))) -> None:
         self.state = State()
@@ -138,7 +139,7 @@ class Bench:
         self._incarnation = 0
 
     def verb(self, outcome: Outcome) -> str:
-        """Apply what a verb wants; return its goal."""
+        """Apply the change of a verb; return its goal."""
         self.state.apply(outcome.change)
         assert outcome.goal is not None
         return outcome.goal
@@ -150,15 +151,15 @@ class Bench:
     def create(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=self.wall))
+        return self.verb(backend_decisions.create_backend(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def deploy(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=self.wall))
+        return self.verb(backend_decisions.deploy(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> str:
-        outcome = backend_verbs.update_backend_config(
+        outcome = backend_decisions.update_backend_config(
             self.state,
             tag,
             BackendConfig(**config),
@@ -171,11 +172,13 @@ class Bench:
         return self.verb(outcome)
 
     def delete(self, tag: str = "b", *, is_forced: bool = False) -> str:
-        outcome = backend_verbs.delete_backend(self.state, tag, is_forced=is_forced, goal_id=self.new_goal())
+        outcome = backend_decisions.delete_backend(
+            self.state, tag, is_forced=is_forced, goal_id=self.new_goal()
+        )
         return self.verb(outcome)
 
     def decide(self, tag: str = "b") -> Step:
-        """Return the next step without taking it."""
+        """Return the next step without applying it."""
         world = StepInputs(
             self.state,
             self.observed,
@@ -192,7 +195,7 @@ class Bench:
         return step(world, backend)
 
     def step(self, tag: str = "b") -> Step:
-        """Take one step: commit its change, as the reconciler does, and return it."""
+        """Apply one step: commit its change, as the reconciler does, and return the step."""
         self.last = self.decide(tag)
         self._incarnation = self.last.incarnation
         self.state.apply(self.last.change)

@@ -19,13 +19,13 @@ from simulation import START_S, Simulation
 from daskserve.options.actor import ActorOptions
 
 INDEX = Between(0, 5)
-#: The time after a rule: none, less than the latency of the store, more, and enough to complete.
+#: The time after a rule: none, less than the latency of the store, more than that, or enough to complete.
 SECONDS = OneOf(0.0, 0.002, 0.01, 0.1, 2.0)
 CLASSIC = OneOf("a", "b")
 ANY_BACKEND = OneOf("a", "b", "d")
 ANY_ENDPOINT = OneOf("d", "e")
 REPLICAS = Between(1, 3)
-#: 0 stands for an autoscaler, and -n for one that starts with n replicas and keeps them.
+#: 0 means an autoscaler, and -n an autoscaler that starts with n replicas and keeps them.
 COUNTS = Between(0, 3)
 AUTOSCALING: dict[str, Any] = {
     "max_replicas": 3,
@@ -67,7 +67,7 @@ def _pickled(user_config: str | None) -> bytes | None:
 
 
 class FaultyWorld(Machine):
-    """The rules that do not depend on what clients ask for."""
+    """The rules that do not depend on the requests of clients."""
 
     simulation: Simulation | None = None
     focus: str | None = None
@@ -213,9 +213,9 @@ class ControlMachine(FaultyWorld):
     ) -> None:
         """Start an instance, with a backend and its endpoint (``a``), a deployment (``d``), or both.
 
-        ``full`` is a deployment that leaves no room on any worker; ``crowded`` one with two replicas on each,
-        scaled by load, so that fewer are enough for an update.
-        With a ``focus``, rules for any backend apply to that one.
+        ``full`` is a deployment that leaves no room on any worker. ``crowded`` is an autoscaled deployment
+        with two replicas on each worker, so that fewer are enough for an update. With a ``focus``, rules for
+        any backend apply to that one.
         """
         self.focus = focus
         self.simulation = Simulation(
@@ -251,7 +251,7 @@ class ControlMachine(FaultyWorld):
             "prev_version": None,
             "env": None,
             "request_id": self.world.request_id(),
-            # Every second change has its time from the last progress.
+            # Every second change has a time limit without progress instead of a total limit.
             "timeout_s": TIMEOUT_S if self.world.request_count % 2 else None,
             "progress_timeout_s": TIMEOUT_S,
         }
@@ -364,7 +364,7 @@ class ControlMachine(FaultyWorld):
 
     @rule(when=lambda self: self.has_backends, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
-        """Take back the last call that made or deployed something, or the one before."""
+        """Withdraw the last call that created or deployed something, or the one before."""
         asked = [each.message["spec"]["request_id"] for each in self.world.calls if "spec" in each.message]
         if asked:
             request = asked[-1 - min(age, len(asked) - 1)]

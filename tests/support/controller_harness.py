@@ -1,4 +1,4 @@
-"""A real controller on a local cluster in virtual time; replicas and proxies do as they are told."""
+"""A real controller on a local cluster in virtual time, with scripted replicas and proxies."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from daskserve.testing import run_virtual, wait_until
 
 
 class ScriptedStore(MemoryStore):
-    """A memory store that can be out of reach, and tells of every commit."""
+    """A memory store that can be unreachable, and that reports every commit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.failures = 0
         self.commits = 0
         self.after_commit: Callable[[Mapping[str, bytes | None]], None] | None = None
-        #: The last record of each replica that there ever was.
+        #: The last record of each replica that has ever existed.
         self.last_of_replicas: dict[str, bytes] = {}
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
@@ -64,11 +64,11 @@ class ScriptedStore(MemoryStore):
 
     @property
     def data(self) -> dict[str, bytes]:
-        """What is stored, for tests to look at and to damage."""
+        """The stored data, which tests read and damage."""
         return self._records
 
     def records(self) -> dict[str, Record]:
-        """Return all that is stored and can be read."""
+        """Return all stored records that can be read."""
         return dict(self._readable())
 
     def _readable(self) -> Iterator[tuple[str, Record]]:
@@ -80,7 +80,7 @@ class ScriptedStore(MemoryStore):
 
 
 class CrashingStore(ScriptedStore):
-    """Kills the controller's worker after its n-th commit: written, and never acted on."""
+    """Kills the controller's worker right after its n-th commit, before the controller acts on it."""
 
     stage: Stage
 
@@ -100,7 +100,7 @@ class CrashingStore(ScriptedStore):
 
 
 class ScriptedReplica:
-    """A replica without user code; `Stage` says what it does."""
+    """A replica without user code; `Stage` defines its behavior."""
 
     def __init__(self, stage: Stage, context: ActorContext) -> None:
         self._stage = stage
@@ -171,7 +171,7 @@ class ScriptedReplica:
 
 
 class ScriptedProxy:
-    """A proxy that listens to nothing but the route table."""
+    """A proxy that only receives the route table."""
 
     def __init__(self, stage: Stage, context: ActorContext) -> None:
         self.verbs = verbs_of(self)
@@ -216,7 +216,7 @@ class ScriptedProxy:
 
 
 class Stage:
-    """An instance and all that a test says and sees of it."""
+    """An instance, the behavior that a test sets for it, and the events that the test reads."""
 
     def __init__(
         self,
@@ -237,19 +237,20 @@ class Stage:
         self.cluster = LocalCluster(factories, workers=workers, store=self.store)
         self.clock = self.cluster.clock
         self.http = http or HTTPOptions(location=Location.NO_SERVER)
-        #: The start of the instance; another one stands for a new cluster on the same store.
+        #: The id of the instance's start; another id stands for a new cluster on the same store.
         self.start_id = "first"
         self.opens_with_route = opens_with_route
         self.history_bytes = 1 << 20
         self.calls = ControllerCalls(self.cluster.program.connection, self.cluster.instance)
-        #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
+        #: The behavior of replicas in their start and their reconfigure, the durations of both, and of
+        #: draining.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
         self.reconfigure: Callable[[ScriptedReplica], Awaitable[None]] | None = None
         self.start_s = 0.01
         self.drain_s = 0.0
-        #: How many requests run in each replica, as far as the controller is told.
+        #: How many running requests each replica reports to the controller.
         self.ongoing = 0
-        #: What a proxy on a worker raises when it starts; None: it hangs.
+        #: The error that a proxy on a worker raises when it starts; None: it hangs.
         self.broken_ports: dict[WorkerAddress, Exception | None] = {}
         # What has happened.
         self.made_unwritten: list[str] = []
@@ -258,14 +259,15 @@ class Stage:
         self.stopped: list[tuple[str, float]] = []
         self.running: dict[str, ScriptedReplica] = {}
         self.proxies: dict[WorkerAddress, ScriptedProxy] = {}
-        #: The workers of the proxies that stopped, each with those that listened then.
+        #: The workers of the proxies that stopped, each with the workers whose proxies listened at that time.
         self.successors: list[tuple[WorkerAddress, set[WorkerAddress]]] = []
         self._requests = itertools.count()
 
     def check_written_ahead(self, incarnation: int, tag: str) -> None:
-        """Nothing may be made that the store does not know of; see `play`, as this runs in a task.
+        """Record a replica that was created before it was in the store; `play` raises the error, as this runs
+        in a task.
 
-        The record may be gone again: a start that is on its way may arrive after the replica was given up.
+        The record may have been removed again: a start in flight may arrive after the replica was abandoned.
         """
         key = f"replica/{tag}"
         data = self.store.last_of_replicas.get(key) or self.store.data.get(key)
@@ -362,7 +364,7 @@ class Stage:
         return {each.worker for each in self.cluster.actors() if "/replica/" in each.name}
 
     def controller(self) -> Controller:
-        """Return the controller that runs."""
+        """Return the running controller."""
         entries = (each for host in self.cluster._hosts.values() for each in host.registry.entries.values())
         return next(each.actor for each in entries if isinstance(each.actor, Controller))
 

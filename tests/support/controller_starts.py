@@ -1,4 +1,4 @@
-"""How the controllers of tests start."""
+"""The start messages of controllers in tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from daskserve.options.start_messages import ControllerStart
 
 
 def controller_start(location: Location = Location.NO_SERVER, start_id: str = "") -> ControllerStart:
-    """Return what a controller starts with that has all options as they are by default."""
+    """Return the start message of a controller with default options."""
     return ControllerStart(
         tracing={},
         http=HTTPOptions(location=location),

@@ -161,7 +161,7 @@ def outcome(state: State) -> Any:
 
 def read_some(state: State, name: str, size_mib: int) -> int:
     """Read a number of bytes of an endless answer, then cancel the request."""
-    # It never notices that its client has left, so the end of the instance must not wait for it.
+    # This code never notices that its client has left, so the end of the instance must not wait for it.
     state.client.create_backend(name, endless, config={"experimental_graceful_shutdown_timeout_s": 0.1})
     state.client.create_endpoint(name, backend=name)
     connection = state.client._connection.cluster_connection

@@ -30,7 +30,7 @@ class Variant:
 
 
 class Sulking(RequestRouter):
-    """Leaves each tenth request to daskserve."""
+    """A request router that fails for each tenth request, so that daskserve routes it."""
 
     def initialize_state(self) -> None:
         self.count = 0
@@ -43,7 +43,7 @@ class Sulking(RequestRouter):
 
 
 def redact(event: dict[str, Any]) -> dict[str, Any]:
-    """Fail for the answers that are errors."""
+    """Redact an event; raise an error for answers that are errors."""
     if event.get("status") == 500:
         raise ValueError("as planned")
     return event

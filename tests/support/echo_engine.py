@@ -1,4 +1,4 @@
-"""An engine for tests of the OpenAI-compatible server: it answers with the words it is given."""
+"""An engine for tests of the OpenAI-compatible server: it answers with the words of the prompt."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _text(request: GenerationRequest) -> str:
 
 
 class Witness:
-    """Says which replica it is, and which session and priority a request has."""
+    """Answers with its replica, and with the session and the priority of the request."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[str]:
         present = current_request.get()

@@ -1,4 +1,4 @@
-"""Clusters without room for another replica, and what may happen to them during an update."""
+"""Clusters without room for another replica, and events during an update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from control_harness import Bench, worker
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import Action, StartReplica
-from daskserve.control.views.views import backend_status
+from daskserve.control.views.backends import backend_status
 from daskserve.errors import ReplicaStartError
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
@@ -39,7 +39,7 @@ def message(bench: Bench) -> str:
 
 
 def lose_first(bench: Bench) -> None:
-    """Lose the worker of the first replica; it joins again."""
+    """Lose the worker of the first replica; the worker then joins again."""
     for each in bench.state.replicas_of("b")[:1]:
         assert each.worker is not None or each.state is S.SHOULD_START
         if each.worker is not None:
@@ -48,8 +48,17 @@ def lose_first(bench: Bench) -> None:
             bench.observed.lost_workers.clear()
 
 
+def step_with_failing_starts(bench: Bench, version: str) -> None:
+    """Let all actions of one step succeed, except for the starts of a version."""
+    for action in bench.step().actions:
+        if isinstance(action, StartReplica) and action.replica.named_version == version:
+            bench.observed.failed[action.replica.tag] = BOOM
+        else:
+            bench.succeed(action)
+
+
 def play(bench: Bench, actions: list[Action], event: str) -> None:
-    """Let all actions succeed, or one, or none; or let the starts fail."""
+    """Let all actions, one action or no action succeed, or let the starts fail."""
     for action in actions if event in ("all", "fail") else actions[:1] if event == "one" else []:
         if isinstance(action, StartReplica) and event == "fail":
             bench.observed.failed[action.replica.tag] = BOOM

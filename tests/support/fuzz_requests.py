@@ -1,4 +1,4 @@
-"""Bad input for an HTTP server: valid requests, and what may go wrong with them on the way."""
+"""Bad input for an HTTP server: valid requests, and damaged forms of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 #: Maximum size of a request body in these tests; a larger one must be refused.
 MAX_BODY_BYTES = 4096
-#: So long may a client be silent under test.
+#: The idle timeout of the server under test, in seconds.
 IDLE_S = 5.0
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: evil\r\n\r\n"
@@ -79,7 +79,7 @@ HOSTS = [
     b"host:\xfftest",
     b"",
 ]
-#: Header lines that a request may have or may not survive.
+#: Header lines; a server refuses a request with some of them.
 HEADERS = [
     b"X-A: 1",
     b"x-a:  spaced \t ",
@@ -151,7 +151,7 @@ HEADERS = [
     b"\r\n".join(b"X-%d: y" % number for number in range(900)),
     b"\r\n".join(b"X: y" for _ in range(9000)),
 ]
-#: Rare at any place in a request, and fatal at some.
+#: Bytes that are inserted at random places, and that make a request invalid at some of them.
 TOKENS = [
     b"\r",
     b"\n",
@@ -187,7 +187,7 @@ TOKENS = [
     b"a" * 300,
     SMUGGLED,
 ]
-#: Where a chunk says how long it is; ``%b`` is the true number.
+#: The size lines of chunks; ``%b`` is the true size.
 CHUNK_LINES = [
     b"%b\r\n",
     b"%b;name=value\r\n",
@@ -223,7 +223,7 @@ TRAILERS = [
     b" folded: y\r\n",
     b"X: y\n",
 ]
-#: What speaks no HTTP/1, or ends one.
+#: Data of other protocols, and incomplete requests.
 OTHERS = [
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\x12\x04\0\0\0\0\0\0\x03\0\0\0\x64",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
@@ -248,16 +248,16 @@ OTHERS = [
 
 @dataclass(frozen=True)
 class Delivery:
-    """Bytes, and how they come.
+    """The bytes of a connection, and how they arrive.
 
     Attributes
     ----------
     data : bytes
-        What is sent in all.
+        All bytes that are sent.
     stops : tuple
-        Where to let the server look at what has come so far, and for how many seconds.
+        The positions at which the client pauses, each with its pause in seconds.
     ending : str
-        ``"wait"`` for what the server does, ``"close"`` at once, in good order, or ``"reset"``.
+        ``"wait"`` for the server to close the connection, ``"close"`` it at once, or ``"reset"`` it.
     """
 
     data: bytes
@@ -266,7 +266,7 @@ class Delivery:
 
     @property
     def is_patient(self) -> bool:
-        """Whether nothing but the bytes themselves keeps the server from answering."""
+        """Whether the client neither pauses nor closes the connection itself."""
         return self.ending == "wait" and not any(pause_s for _, pause_s in self.stops)
 
     def __repr__(self) -> str:
@@ -274,13 +274,13 @@ class Delivery:
         return f"Delivery({shown}, {self.stops}, {self.ending!r})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # or hypothesis would print all of the data
+        printer.text(repr(self))  # otherwise hypothesis would print all of the data
 
 
-# Most of what is drawn is in order, or no request would ever get beyond its first line. What is drawn from
-# is made once: making a strategy takes longer than drawing from it.
+# Most drawn parts are valid; otherwise no request would ever get beyond its first line. Strategies are
+# created once, because creating one takes longer than drawing from it.
 def _mostly(values: list[bytes], likely: int = 1, odds: int = 6) -> st.SearchStrategy[bytes]:
-    """One of the first few values, or, one time in ``odds``, any of them."""
+    """One of the first ``likely`` values, or, one time in ``odds``, any value."""
     return st.sampled_from(values[:likely] * (max(1, (odds - 1) * len(values) // likely)) + values)
 
 
@@ -316,7 +316,7 @@ _STOPS = st.lists(st.tuples(_PLACES, st.sampled_from([0.0] * 9 + [0.5 * IDLE_S, 
 
 @st.composite
 def requests(draw: Callable[..., object]) -> bytes:
-    """One request, or something like it."""
+    """One request, valid or not."""
     lines = [b" ".join((draw(_METHODS), draw(_TARGETS), draw(_VERSIONS))), draw(_HOSTS)]
     framing = draw(_FRAMINGS)
     headers = draw(_HEADERS) if draw(_YES_OR_NO) else []
@@ -334,7 +334,7 @@ def requests(draw: Callable[..., object]) -> bytes:
 
 @st.composite
 def chunks(draw: Callable[..., object]) -> bytes:
-    """A body in chunks, or something like it."""
+    """A chunked body, valid or not."""
     parts = []
     for data in draw(_SEVERAL_BODIES):
         if data:
@@ -343,11 +343,11 @@ def chunks(draw: Callable[..., object]) -> bytes:
     return b"".join([*parts, last, draw(_TRAILERS), draw(_CHUNK_ENDS)])
 
 
-# No strategy of its own: it would be described by its arguments, at length.
+# Not a strategy, because its description would contain all of its arguments.
 def damaged(draw: Callable[..., object], data: bytes) -> bytes:
-    """The same bytes with a few of them lost, doubled, changed or added."""
+    """The same bytes, with a few of them dropped, doubled, changed or inserted."""
     for _ in range(draw(_DAMAGES)):
-        at, length, how, token = draw(_DAMAGE)  # from the start: long fillers are of no interest from within
+        at, length, how, token = draw(_DAMAGE)  # near the start only
         middle = data[at : at + length]
         changed = {"insert": token + middle, "drop": b"", "double": middle * 2, "overwrite": token}[how]
         data = data[:at] + changed + data[at + length :]
@@ -356,7 +356,7 @@ def damaged(draw: Callable[..., object], data: bytes) -> bytes:
 
 @st.composite
 def deliveries(draw: Callable[..., object]) -> Delivery:
-    """One connection's worth of requests."""
+    """The requests of one connection."""
     parts = draw(_SEVERAL_REQUESTS)
     if draw(_RARELY):
         parts.insert(draw(_INDICES) % (len(parts) + 1), draw(_STRANGERS))
@@ -369,7 +369,7 @@ _INDICES = st.integers(0, 3)
 
 
 def delivered(draw: Callable[..., object], data: bytes) -> Delivery:
-    """Bytes that come in pieces, with or without pauses, and perhaps not to their end."""
+    """Bytes that arrive in pieces, with or without pauses, and perhaps incomplete."""
     ending = draw(_ENDINGS)
     if ending != "wait" or draw(_RARELY):
         data = data[: int(draw(_PLACES) * len(data))]

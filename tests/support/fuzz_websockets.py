@@ -1,4 +1,4 @@
-"""Bad input for a WebSocket: handshakes and frames, and what may be wrong with them."""
+"""Bad input for a WebSocket: handshakes and frames, valid or not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def frame(
     mask: bytes | None = b"mask",
     length: str = "shortest",
 ) -> bytes:
-    """Return a client's frame, however wrong."""
+    """Return a client's frame, which may be invalid."""
     first = (0x80 if is_final else 0) | reserved << 4 | opcode
     masked = 0x80 if mask else 0
     size = len(payload)
@@ -105,7 +105,7 @@ _LENGTHS = st.sampled_from(["shortest"] * 12 + ["medium", "long", "endless", "ne
 
 @st.composite
 def frames(draw: Callable[..., object]) -> bytes:
-    """One frame, mostly in order, or many small ones."""
+    """One frame, usually valid, or many small ones."""
     kind = draw(_KINDS)
     if kind == 0:
         count, part = draw(_MANY)

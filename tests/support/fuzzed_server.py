@@ -1,7 +1,7 @@
-"""A server under bad input: one loop for all cases, a clock that can jump, and what must hold after each.
+"""A server that gets bad input: one loop for all cases, a clock that can jump, and checks after each case.
 
-Client and server share the loop, so "the server has seen it" is a matter of a few turns of the loop, and an
-idle limit of seconds passes at once. Nothing waits for real time.
+Client and server share the loop, so the server has processed data after a few iterations of the loop, and an
+idle timeout of seconds passes at once. Nothing waits in real time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from daskserve.proxies.server.server import HTTPServer
 MAX_MESSAGE_BYTES = 64 * 1024
 #: Loop iterations without a change after which the server counts as idle.
 QUIET_TURNS = 25
-#: What `/fixed` answers: a little at once, the rest when the request is whole.
+#: The answer of `/fixed`: a part at once, the rest when the request is complete.
 FIXED = b"x" * 400
-#: So often may the idle limit pass before a connection that gets nothing must have been closed.
+#: Number of idle timeouts after which a connection without data must be closed.
 PATIENCE = 14
 
 OPTIONS = HTTPOptions(
@@ -47,7 +47,7 @@ OPTIONS = HTTPOptions(
 )
 
 
-#: What feeds the cases to the server: the test itself, or in nightly runs what the option ``server`` names.
+#: The transports: in memory, or in nightly runs the values of the option ``server``.
 KINDS = ("memory", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tornado", "asyncio")))
 
 
@@ -63,7 +63,7 @@ class Seen:
 
 @dataclass
 class Outcome:
-    """What came of one delivery.
+    """The result of one delivery.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Outcome:
     answer : bytes
         What the client received.
     is_closed : bool
-        Whether the server ended the connection before it was idle for too long.
+        Whether the server closed the connection before the idle timeout.
     """
 
     seen: list[Seen]
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class FuzzedServer:
-    """One server of a kind on a loop of its own, behind it the ingress and a few applications."""
+    """One server of a kind on a separate loop, with the ingress and a few applications."""
 
     def __init__(self, kind: str) -> None:
         self._runner = asyncio.Runner()
@@ -121,10 +121,10 @@ class FuzzedServer:
         self._server.start()
         await self._turn(QUIET_TURNS)
         self._base = asyncio.all_tasks() - {asyncio.current_task()}
-        await self._probe()  # what is made once and kept is made by now
+        await self._probe()  # creates the objects that are created once and kept
 
     def close(self) -> None:
-        """Stop the server; nothing of it may be left."""
+        """Stop the server; check that no task and no timer is left."""
         self.run(self._server.stop())
         self.run(self._turn(QUIET_TURNS))
 
@@ -136,15 +136,16 @@ class FuzzedServer:
         self._runner.close()
 
     def deliver(self, delivery: Delivery, *, probes: bool = True) -> Outcome:
-        """Send it, see what comes back; then nothing may be left of it, and the next request must work.
+        """Send a delivery and return the result; check that it leaves nothing behind, and that the next
+        request works.
 
-        ``probes=False`` leaves the next request out, for cases that do without faults.
+        ``probes=False`` omits the next request.
         """
         outcome: Outcome = self.run(self._deliver(delivery, probes=probes))
         return outcome
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write down what passes on to the ingress."""
+        """Record the messages that pass to the ingress."""
         seen = Seen(scope)
         self._seen.append(seen)
 
@@ -216,7 +217,7 @@ class FuzzedServer:
             await asyncio.sleep(0)
 
     async def _settle(self) -> None:
-        """Wait for what was begun to end; some of it may take its time on the clock."""
+        """Wait until requests and connections have ended; some need the clock to advance."""
         for _ in range(PATIENCE):
             await self._turn(QUIET_TURNS)
             if not self._begun():
@@ -227,7 +228,7 @@ class FuzzedServer:
         assert self._lost == []
 
     def _begun(self) -> list[Any]:
-        """Return what a request, or a connection, has left so far."""
+        """Return the tasks, requests and connections that still exist."""
         begun: list[Any] = [*(asyncio.all_tasks() - self._base - {asyncio.current_task()})]
         if ongoing := self._ingress.ongoing:
             begun.append(f"{ongoing} ongoing requests")
@@ -240,12 +241,12 @@ class FuzzedServer:
         return len(os.listdir("/proc/self/fd"))
 
     def assert_at_rest(self) -> None:
-        """Nothing is open that was not open before the first case."""
+        """Check that no more files are open than before the first case."""
         assert self._holdings() == self._at_rest
 
 
 class _Faults(logging.Handler):
-    """Keeps what is logged as a fault: bad input is no reason for one."""
+    """Collects logged errors: bad input must not cause any."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -274,7 +275,7 @@ class _Connection:
         self._socket.close()
 
     def move(self, data: memoryview) -> memoryview:
-        """Send what can be sent, take what has come; returns what is left to send."""
+        """Send and receive as much as possible; return the rest to send."""
         if self.is_over:
             return data[:0]
         try:
@@ -291,7 +292,7 @@ class _Connection:
             except BlockingIOError:
                 return data
             except ConnectionError:
-                self._is_deaf = True  # there may still be something to read
+                self._is_deaf = True  # data may still be unread
         return data[:0] if self._is_deaf else data
 
     def finish(self) -> None:
@@ -320,7 +321,7 @@ async def _echo(scope: Any, receive: Receive, send: Send) -> None:
 
 
 async def _early(scope: Any, receive: Receive, send: Send) -> None:
-    """Answer without a look at the body."""
+    """Answer without reading the body."""
     await respond(send, b"early")
 
 
@@ -335,7 +336,7 @@ async def _stream(scope: Any, receive: Receive, send: Send) -> None:
 
 
 async def _fixed(scope: Any, receive: Receive, send: Send) -> None:
-    """Promise a length, keep it only when the body is whole."""
+    """Announce a length, and send all of it only once the body is complete."""
     headers = [(b"content-length", b"%d" % len(FIXED))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": FIXED[:10], "more_body": True})
@@ -344,7 +345,7 @@ async def _fixed(scope: Any, receive: Receive, send: Send) -> None:
 
 
 async def _socket(scope: Any, receive: Receive, send: Send) -> None:
-    """Echo a WebSocket's messages; what is no WebSocket is answered like anything else."""
+    """Echo a WebSocket's messages; answer other requests like the other endpoints."""
     if scope["type"] != "websocket":
         await _hello(scope, receive, send)
         return
@@ -366,7 +367,7 @@ _APPLICATIONS: dict[str, ASGIApp] = {
 
 @contextlib.contextmanager
 def fuzzed(kind: str) -> Iterator[FuzzedServer]:
-    """Run a server under bad input; in the end everything must be as it was."""
+    """Run a server for bad input; at the end, check that nothing is left open."""
     server = FuzzedServer(kind)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""Where user code and the test of it meet."""
+"""Events that user code and its test share."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 
 
 class Gates:
-    """What both see; definitions that use one of a module are at its top level, pickled by reference."""
+    """The shared events. Only code at the top level of a module, pickled by reference, can use its gates."""
 
     def __init__(self) -> None:
-        #: Set when whatever waits in user code may go on.
+        #: Set when waiting user code may continue.
         self.go = threading.Event()
 
 
 def anew_for_each_test(gates: Gates) -> Any:
-    """Return a fixture, to be given a name in the test's module."""
+    """Return a fixture that resets the gates for each test; give it a name in the test's module."""
 
     @pytest.fixture(autouse=True)
     def _fresh_gates() -> Iterator[None]:
         gates.__init__()  # type: ignore[misc]
         yield
-        gates.go.set()  # whatever still hangs there may go
+        gates.go.set()  # releases user code that still waits
 
     return _fresh_gates

@@ -34,7 +34,7 @@ TRANSPORT: contextvars.ContextVar[str] = contextvars.ContextVar("TRANSPORT", def
 
 
 def on_each_transport(test: Test) -> Test:
-    """Run a test that is about sockets on each transport."""
+    """Run a test of sockets on each transport."""
     return _on(test, "tornado", "asyncio")
 
 
@@ -70,13 +70,13 @@ def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
 
 
 async def poll_for(condition: Callable[[], object]) -> None:
-    """Return once the condition holds; `run`'s deadline ends a vain wait."""
+    """Return once the condition holds; the deadline of `run` limits the wait."""
     while not condition():  # noqa: ASYNC110 - what a test waits for has no event
         await asyncio.sleep(0.001)
 
 
 def advance(seconds: float) -> None:
-    """Move the running loop's clock forward: timers fall due, however busy the machine is."""
+    """Advance the running loop's clock, so that timers are due however busy the machine is."""
     loop = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + seconds  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ def advance(seconds: float) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
-    """Run a server around a block; afterwards nothing of it may be left, and nothing may have been lost."""
+    """Run a server around a block; then check that it left nothing behind and that no error was lost."""
     loop = asyncio.get_running_loop()
     lost: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: lost.append(context))
@@ -101,13 +101,13 @@ async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
     assert "0 connections, 0 tasks" in repr(server)
     assert lost == []
     with contextlib.closing(socket.socket()) as probe:
-        if probe.connect_ex(("127.0.0.1", server.port)) == 0:  # perhaps another process has the port by now
+        if probe.connect_ex(("127.0.0.1", server.port)) == 0:  # another process may have the port by now
             listening = [each.laddr.port for each in psutil.Process().net_connections() if not each.raddr]
             assert server.port not in listening
 
 
 def hits(server: HTTPServer) -> dict[str, float]:
-    """Return how many requests and connections have met each limit, without the limits that none has met.
+    """Return how many requests and connections have hit each limit, without limits that were not hit.
 
     Full turns of the event loop are left out: they depend on how busy the machine is.
     """
@@ -118,8 +118,8 @@ def hits(server: HTTPServer) -> dict[str, float]:
 
 
 def timers(loop: asyncio.AbstractEventLoop) -> set[asyncio.TimerHandle]:
-    """Return what the loop will still call later."""
-    scheduled: list[asyncio.TimerHandle] = getattr(loop, "_scheduled", [])  # uvloop does not tell
+    """Return the pending timers of the loop."""
+    scheduled: list[asyncio.TimerHandle] = getattr(loop, "_scheduled", [])  # uvloop does not expose them
     return {handle for handle in scheduled if not handle.cancelled()}
 
 
@@ -131,7 +131,7 @@ class Response:
 
 
 class Client:
-    """One connection, and the responses on it, read by the letter of HTTP/1.1."""
+    """One connection and its responses, which are read strictly as HTTP/1.1."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -175,7 +175,7 @@ class Client:
         return Response(status, headers, body)
 
     async def rest(self) -> bytes:
-        """Return what comes until the server closes; a reset counts as a close."""
+        """Return all data until the server closes the connection; a reset counts as a close."""
         data = b""
         with contextlib.suppress(ConnectionError):
             while more := await self.reader.read(65536):
@@ -183,7 +183,7 @@ class Client:
         return data
 
     def reset(self) -> None:
-        """Drop the connection without a goodbye."""
+        """Reset the connection."""
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -244,7 +244,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Hanging:
-    """An application that answers only when told to, and tells what became of it."""
+    """An application that answers only when the test lets it, and records how its requests ended."""
 
     def __init__(self) -> None:
         self.running = 0

@@ -1,6 +1,6 @@
-"""User code for test_isolation.py: in a module of its own, because child processes import it.
+"""User code for test_isolation.py, in a separate module because child processes import it.
 
-It meets the test through files, which work across processes.
+It communicates with the test by files, which work across processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trouble(Exception):
 
 
 class Folder:
-    """Where user code leaves its marks."""
+    """The folder in which user code creates files for the test."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -53,7 +53,7 @@ class Folder:
 
 
 class Measuring:
-    """Measures by itself, in its replica and outside of it."""
+    """Records metrics, in a replica or outside of one."""
 
     def __init__(self) -> None:
         self.calls = metrics.Counter("calls", "Calls.", tag_keys=("kind",))
@@ -142,7 +142,7 @@ class Model:
         raise Trouble("what went wrong", 7)
 
     def hold(self, name: str) -> str:
-        """Take a slot until the test marks ``<name>-go``."""
+        """Occupy a slot until the test creates the file ``<name>-go``."""
         self.folder.mark(f"{name}-began")
         deadline = time.monotonic() + PATIENCE_S
         while not self.folder.has(f"{name}-go") and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ class Model:
 
 
 class SlowEnd(Model):
-    """Its destructor waits until the test lets it go."""
+    """A model whose destructor waits for the test."""
 
     async def __del__(self) -> None:  # type: ignore[override]
         self.folder.mark("ending")
@@ -174,7 +174,7 @@ class SlowEnd(Model):
 
 
 class Breaker(Model):
-    """Does to its process what code should not do."""
+    """Ends, crashes or blocks its process."""
 
     def exit(self, status: int) -> None:
         os._exit(status)
@@ -187,7 +187,7 @@ class Breaker(Model):
         ctypes.string_at(0)
 
     def spawn(self) -> int:
-        """Start a process that would run on, and return its id."""
+        """Start a process that outlives the call, and return its id."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
 
     def sleep(self, name: str) -> None:
@@ -198,7 +198,7 @@ class Breaker(Model):
         self.sleep(name)
 
     def hold_the_lock(self, name: str) -> None:
-        """Run native code that lets no other thread of the interpreter have a turn."""
+        """Run native code that does not release the interpreter lock."""
         self.folder.mark(f"{name}-began")
         re.match(r"(a+)+$", "a" * 60 + "b")
 

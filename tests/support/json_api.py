@@ -1,4 +1,4 @@
-"""A fake HTTP API of another system."""
+"""A fake HTTP API of another system, such as a broker's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines as network namespaces on one switch, whose network can be broken in every way, with Dask on them.
+"""Machines as network namespaces on one switch, with faults of the network, and with Dask on them.
 
 For tests and for chaos runs on Linux, as root. Nothing leaves the namespaces.
 """
@@ -56,14 +56,14 @@ class Machines:
             for connection in ("wire", "lo"):
                 self._ip(namespace, "link", "set", connection, "up")
             self.plug(name)
-            _run("ip", "netns", "exec", namespace, "iptables", "-S")  # it may be forbidden all the same
+            _run("ip", "netns", "exec", namespace, "iptables", "-S")  # it may still be forbidden
 
     def remove(self) -> None:
         for namespace in (self._switch, *self._namespaces.values()):
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
     def unplug(self, name: str) -> None:
-        """Drop all traffic from and to a machine; everybody only sees silence."""
+        """Drop all traffic from and to a machine silently."""
         self._ip(self._switch, "link", "set", f"to-{name}", "nomaster")
 
     def plug(self, name: str) -> None:
@@ -79,7 +79,7 @@ class Machines:
         self._filter("-D", source, target)
 
     def _filter(self, change: str, source: str, target: str) -> None:
-        # Where they arrive, because the sender must not notice.
+        # At the receiver, because the sender must not notice it.
         rule = ("INPUT", "-s", self.addresses[source], "-j", "DROP")
         _run("ip", "netns", "exec", self._namespaces[target], "iptables", change, *rule)
 
@@ -102,7 +102,7 @@ def _run(*command: str) -> None:
 
 @contextmanager
 def machines(*names: str) -> Iterator[Machines]:
-    """Create machines; raise `OSError`, which says what is missing, if that is not possible."""
+    """Create machines; if that is not possible, raise an `OSError` that says what is missing."""
     missing = [name for name in ("ip", "iptables") if shutil.which(name) is None]
     if missing:
         raise FileNotFoundError(f"install {' and '.join(missing)} (Debian's packages iproute2 and iptables)")

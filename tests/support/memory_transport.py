@@ -1,4 +1,4 @@
-"""Connections without sockets: bytes go into the protocol, and what it writes can be read."""
+"""Connections without sockets: a test passes bytes to the protocol, and reads the bytes that it writes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.server.server import HTTPServer
 
-#: How much a transport passes on at a time.
+#: Maximum number of bytes that a transport passes on at a time.
 _PIECE_BYTES = 64 * 1024
 
 
 class MemoryTransport(asyncio.Transport):
-    """The client's end is the methods; the socket is there for what the operating system is asked.
+    """The methods are the client's end. The socket answers the protocol's queries of the operating system.
 
     Attributes
     ----------
     received : bytearray
-        What the protocol has written.
+        The bytes that the protocol has written.
     writes : list of bytes
-        The same, write by write.
+        The same bytes, by write.
     is_over : bool
         Whether the protocol has ended its side.
     is_paused : bool
-        Whether the protocol wants no more data now.
+        Whether the protocol has paused reading.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -40,13 +40,13 @@ class MemoryTransport(asyncio.Transport):
         self.is_paused = self._is_closing = self._has_finished = self.is_over = False
         self.received = bytearray()
         self.writes: list[Any] = []
-        self._unread_bytes: int | None = None  # what the client does not read, once it reads no more
+        self._unread_bytes: int | None = None  # size of the data that is left unread; None while reading
         protocol.connection_made(self)
 
     # ---- the client's end
 
     def move(self, data: memoryview) -> memoryview:
-        """Send what the protocol takes; return what is left to send."""
+        """Send as much as the protocol accepts; return the rest."""
         if self._is_closing or self.is_over:
             return data[:0]
         if not self.is_paused and data:
@@ -55,15 +55,15 @@ class MemoryTransport(asyncio.Transport):
         return data
 
     def send(self, data: bytes) -> None:
-        """Send all at once, whether the protocol is paused or not."""
+        """Send everything at once, even if the protocol is paused."""
         self._protocol.data_received(data)
 
     def stop_reading(self) -> None:
-        """Leave all that the protocol writes in its buffer."""
+        """Stop reading: all data that the protocol writes stays in its buffer."""
         self._unread_bytes = 0
 
     def read_on(self) -> None:
-        """Read again, and all that is in the buffer."""
+        """Read all data in the buffer, and continue reading."""
         if self._unread_bytes:
             self._protocol.resume_writing()
         self._unread_bytes = None

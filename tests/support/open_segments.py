@@ -1,4 +1,4 @@
-"""How much shared memory this process has open."""
+"""Counts the open shared memory of this process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Programs of other clients of OpenAI's interface, against the engine `echo_engine`: ``NAME URL``.
 
-They are processes of their own, because these libraries leave connections open.
+Each is a separate process, because these libraries leave connections open.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _RANGE = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1, one that is not given to programs which ask for any port."""
+    """Return a free port of 127.0.0.1 that the system does not assign as a random port."""
     while True:
         port = random.SystemRandom().choice(_RANGE)
         with socket.socket() as sock, suppress(OSError):

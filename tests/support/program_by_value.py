@@ -450,7 +450,7 @@ if __name__ == "__main__":
     from daskserve.payload.pickling import dump_bytes
 
     inspect_definition(app)
-    with lock:  # it is free where it arrives
+    with lock:  # the lock arrives unlocked
         pickled = [dump_bytes(each) for each in CASES]
     results = [(each.__name__, data, repr(each())) for data, each in zip(pickled, CASES, strict=True)]
     with open(sys.argv[1], "wb") as file:

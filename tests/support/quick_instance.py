@@ -1,6 +1,7 @@
 """A real instance in this process on a faster clock, so that tests with delays of seconds are short.
 
-User code runs in threads, in real time. Virtual time would outrun it; a clock that is only faster does not.
+User code runs in threads, in real time. Virtual time would run ahead of the threads; a clock that is only
+faster does not.
 """
 
 from __future__ import annotations

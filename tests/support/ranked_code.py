@@ -1,4 +1,4 @@
-"""User code for test_replica_context.py: in a module of its own, because child processes import it."""
+"""User code for test_replica_context.py, in a separate module because child processes import it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskserve.context import get_replica_context
 
 
 def facts() -> dict[str, Any]:
-    """Return what the context says."""
+    """Return the values of the replica's context."""
     found = get_replica_context()
     return {
         "app_name": found.app_name,
@@ -27,7 +27,7 @@ def facts() -> dict[str, Any]:
 
 
 class Ranked:
-    """Notes the ranks it is told."""
+    """Records the ranks that it gets."""
 
     def __init__(self) -> None:
         self.first = facts()
@@ -71,14 +71,14 @@ class Ranked:
 
 
 class Unranked(Ranked):
-    """Takes no rank."""
+    """Its ``reconfigure`` takes no rank."""
 
     def reconfigure(self, user_config: Any) -> None:  # type: ignore[override]
         self.told.append(user_config)
 
 
 class AsyncRanked(Ranked):
-    """Takes its rank by keyword, on its loop."""
+    """Its ``reconfigure`` takes the rank by keyword, on its loop."""
 
     async def reconfigure(self, user_config: Any, *, rank: ReplicaRank | None = None) -> None:  # type: ignore[override]
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Where a request ends: cases of `raw_cases`."""
+"""Cases of `raw_cases` about the end of a request."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""A table of raw requests, and what a connection must make of them.
+"""A table of raw requests, with the required responses and effects.
 
 Each case has a name, the bytes, the statuses of the responses, and the requests that the application sees,
-with their bodies. What follows the bytes on the connection is part of the case: after a request that is
-refused, a smuggled one that must never be seen; otherwise one that must be, which shows that both sides still
-agree where a request begins.
+with their bodies. A refused request is followed by a smuggled one, which the application must never see. Any
+other request is followed by one that it must see: then both sides still agree where a request begins.
 
-The cases are in `raw_heads` (what each line of a head may be), `raw_bodies` (where a request ends) and
-`raw_moments` (what is huge, slow or early).
+The cases are in `raw_heads` (the lines of a head), `raw_bodies` (the end of a request) and `raw_moments`
+(huge, slow and early data).
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ CHUNKED = b"Transfer-Encoding: chunked"
 
 @dataclass(frozen=True)
 class RawCase:
-    """One connection's worth of bytes.
+    """The bytes of one connection, and the required result.
 
     Attributes
     ----------
     name : str
-        What is special about the bytes.
+        The property of the bytes that the case tests.
     data : bytes
-        What the client sends.
+        The bytes that the client sends.
     statuses : tuple of int
-        The responses, ``100 Continue`` left out.
+        The statuses of the responses, without ``100 Continue``.
     seen : tuple
-        The requests that the application sees: method and target, and the body; None for one that it does not
-        get whole.
+        The requests that the application sees: method and target, and the body, which is None if it is
+        incomplete.
     stops : tuple
-        After how many bytes the client pauses, and for how many seconds.
+        The positions at which the client pauses, each with its pause in seconds.
     is_closed : bool
-        Whether the server ends the connection before it is idle for too long.
+        Whether the server closes the connection before the idle timeout.
     is_cut : bool
         Whether the last response is incomplete.
     """
@@ -65,19 +64,19 @@ HANDSHAKE = (
 
 
 def head(*lines: bytes, first: bytes = b"POST /echo HTTP/1.1", host: bytes = b"Host: a") -> bytes:
-    """Return a head of these lines; ``host=b""`` leaves that out."""
+    """Return a head with these lines; ``host=b""`` omits the host."""
     return b"\r\n".join([each for each in (first, host, *lines) if each] + [b"", b""])
 
 
 def refused(name: str, data: bytes, status: int = 400) -> RawCase:
-    """Return the case of a request that is refused, with all that follows it."""
+    """Return the case of a refused request, followed by a smuggled one."""
     return RawCase(name, data + SMUGGLED, (status,))
 
 
 def served(
     name: str, data: bytes, *seen: tuple[bytes, bytes | None], statuses: tuple[int, ...] = ()
 ) -> RawCase:
-    """Return the case of requests that are served, with the one that follows them."""
+    """Return the case of requests that are served, followed by another one."""
     return RawCase(
         name, data + LAST, (*(statuses or (200,) * len(seen)), 200), (*seen, (b"GET /echo?last", b""))
     )

@@ -1,4 +1,4 @@
-"""What each line of a request's head may be: cases of `raw_cases`."""
+"""Cases of `raw_cases` about the lines of a request's head."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def line_ends() -> Iterator[RawCase]:
             ends = [b"\r\n"] * 4
             ends[number] = end
             if (number == 3 and end == b"\n\r") or (number > 1 and end == b"\r\n\r"):
-                continue  # the same as another, or the next request begins with that CR
+                continue  # the same as another case, or the next request begins with that CR
             data = b"".join(line + each for line, each in zip(lines, ends, strict=True))
             yield refused(f"{place} ends with {shown(end)}", data)
     whole = head()

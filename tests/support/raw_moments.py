@@ -1,4 +1,4 @@
-"""What is huge, slow or early: cases of `raw_cases`."""
+"""Cases of `raw_cases` about huge, slow and early data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def huge() -> Iterator[RawCase]:
     yield served("a body of the maximum size", head(length % len(body)) + body, (b"POST /echo", body))
     chunk = b"%x\r\n%b\r\n" % (len(body), body)
     yield served("chunks of the maximum size", head(CHUNKED) + chunk + b"0\r\n\r\n", (b"POST /echo", body))
-    # What is left of the body is read and dropped, so that the response arrives.
+    # The server reads and drops the rest of the body, so that the response arrives.
     data = head(length % (len(body) + 1)) + body + b"z"
     yield refused("a body one byte larger", data, 413)
     data = head(length % (10 * len(body))) + body * 10

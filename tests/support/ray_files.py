@@ -1,4 +1,4 @@
-"""Configuration files of the kinds that Ray Serve's documentation and tests have, and what becomes of each.
+"""Configuration files like those in Ray Serve's documentation and tests, and the required results.
 
 The programs are those of `ray_programs`. Names, options and their spellings are Ray Serve's.
 """
@@ -18,17 +18,17 @@ class Kind:
     Attributes
     ----------
     what : str
-        What the file is about, as the documentation's table says it.
+        The topic of the file, as in the table of the documentation.
     text : str
         The file.
     answers : mapping
-        Path -> the body sent (None: a GET), and the answer.
+        By path: the request body (None: a GET), and the answer.
     lacks : sequence of str
-        Texts of its faults, one each; then it does not deploy.
+        A part of each error message; with errors, the file is not deployed.
     ignored : sequence of str
-        Keys that it warns of.
+        Keys that cause a warning.
     fails : mapping
-        Application -> what its status says, once it is built; the others run.
+        By application: a part of its status after a failed build; the other applications run.
     """
 
     what: str

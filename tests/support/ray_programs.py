@@ -1,4 +1,4 @@
-"""Programs of the kinds that Ray Serve's documentation and tests have, with their imports changed.
+"""Programs like those in Ray Serve's documentation and tests, with changed imports.
 
 `ray_files` has the configuration files that name them.
 """
@@ -32,13 +32,13 @@ hello_app = hello.bind()
 
 @serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0.2, "num_gpus": 0})
 class Translator:
-    """A model whose language is an option of the user's."""
+    """A model whose language is in its ``user_config``."""
 
     def __init__(self) -> None:
         self.language = "german"
 
     def reconfigure(self, config: dict[str, Any]) -> None:
-        """Take the language."""
+        """Set the language."""
         self.language = config.get("language", "german")
 
     def translate(self, text: str) -> str:
@@ -63,13 +63,13 @@ text_app = Summarizer.bind(Translator.bind())
 
 @serve.deployment(user_config={"factor": 3}, ray_actor_options={"num_cpus": 0.15})
 class Multiplier:
-    """A node with an option of the user's."""
+    """A node whose factor is in its ``user_config``."""
 
     def __init__(self, factor: int) -> None:
         self.factor = factor
 
     def reconfigure(self, config: dict[str, Any]) -> None:
-        """Take the factor."""
+        """Set the factor."""
         self.factor = config.get("factor", -1)
 
     def multiply(self, number: int) -> int:
@@ -79,13 +79,13 @@ class Multiplier:
 
 @serve.deployment(user_config={"increment": 2}, ray_actor_options={"num_cpus": 0.15})
 class Adder:
-    """A node with an option of the user's, which a variable of its environment wins over."""
+    """A node whose increment is in its ``user_config``; an environment variable overrides it."""
 
     def __init__(self, increment: int) -> None:
         self.increment = increment
 
     def reconfigure(self, config: dict[str, Any]) -> None:
-        """Take the increment."""
+        """Set the increment."""
         self.increment = config.get("increment", -1)
 
     def add(self, number: int) -> int:
@@ -95,7 +95,7 @@ class Adder:
 
 @serve.deployment(ray_actor_options={"num_cpus": 0.15})
 class Router:
-    """The ingress of a graph that takes one of two ways."""
+    """The ingress of a graph with two branches."""
 
     def __init__(self, multiplier: DeploymentHandle, adder: DeploymentHandle) -> None:
         self.multiplier, self.adder = multiplier, adder
@@ -120,7 +120,7 @@ class TypedArgs(BaseModel):
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})
 class Echo:
-    """Says what it was built with."""
+    """Answers with its arguments."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -150,12 +150,12 @@ sleeping_app = sleeper.bind()
 
 
 def two_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Decide for a deployment."""
+    """An autoscaling policy for a deployment."""
     return 2, {}
 
 
 def coordinated(contexts: dict[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
-    """Decide for all deployments of an application."""
+    """An autoscaling policy for all deployments of an application."""
     return {name: max(1, context.capacity_adjusted_min_replicas) for name, context in contexts.items()}, {}
 
 
@@ -184,7 +184,7 @@ model_app = Model.bind()
 
 @serve.deployment
 class GangApp:
-    """Says how large its gang is."""
+    """Answers with the size of its gang."""
 
     def __call__(self, *args: Any) -> int:
         gang = serve.get_replica_context().gang_context
@@ -201,7 +201,7 @@ class SharedCounter:
         self.value = start
 
     def increment(self) -> int:
-        """Count."""
+        """Increase the count."""
         self.value += 1
         return self.value
 
@@ -280,7 +280,7 @@ broken_app = Broken.bind()
 
 @serve.deployment
 class Variables:
-    """Says the value of a variable of its environment."""
+    """Answers with the value of an environment variable."""
 
     def __call__(self, request: Request) -> str:
         return os.environ.get("OMP_NUM_THREADS", "none")
@@ -290,7 +290,7 @@ variables_app = Variables.bind()
 
 
 class FirstRouter(RequestRouter):
-    """A request router of the user's."""
+    """A user's request router."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,4 +1,4 @@
-"""What a strict client makes of the bytes that a server sent."""
+"""A strict client's reading of the bytes that a server has sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_answers(data: bytes, methods: list[bytes]) -> list[Answer]:
     Raises
     ------
     AssertionError
-        These bytes are not what a server may send.
+        A server must not send these bytes.
     """
     answers: list[Answer] = []
     position = 0
@@ -53,7 +53,7 @@ def _read_answer(data: bytes, start: int, method: bytes) -> tuple[Answer, int]:
         assert matched[1] not in answer.headers, f"{matched[1]!r} comes twice"
         answer.headers[matched[1].lower()] = matched[2]
     position = end + 4
-    # Who cannot read a request does not know either that it is a HEAD.
+    # A server that could not parse the request does not know that it was a HEAD.
     is_unread = answer.status >= 400 and answer.headers.get(b"connection") == b"close"
     if answer.status < 200 or answer.status in (204, 304) or (method == b"HEAD" and not is_unread):
         return answer, position

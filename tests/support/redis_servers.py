@@ -35,7 +35,7 @@ class RedisServer:
         poll_for(self._answers, what="redis-server does not answer")
 
     def _answers(self) -> bool:
-        # It is busy loading its data first.
+        # It first loads its data.
         with suppress(redis.RedisError), redis.Redis.from_url(self.url) as connection:
             return bool(connection.ping())
         return False

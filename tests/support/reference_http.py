@@ -1,7 +1,7 @@
-"""What a strict reader of RFC 9112 makes of the bytes that a client sent: the judge of the fuzz tests.
+"""A strict reading of a client's bytes by RFC 9112, with which the fuzz tests compare the servers.
 
-It is slow, knows no server, and decides for each message in turn whether it is whole, unfinished or invalid.
-Where the standard leaves a server the choice to refuse, a message is invalid.
+It is slow and independent of all servers. It decides for each message in turn whether the message is
+complete, incomplete or invalid. A message that the standard allows a server to refuse is invalid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LINE_BYTES, MAX_TRAILER_BYTES = 4096, 16 * 1024
 
 
 class State(Enum):
-    """How far a message goes."""
+    """Whether a message is complete."""
 
     WHOLE = "whole"
     UNFINISHED = "unfinished"
@@ -34,16 +34,16 @@ class State(Enum):
 
 @dataclass
 class Reading:
-    """One message as the strict reader understands it.
+    """One message, as read strictly.
 
     Attributes
     ----------
     state : State
-        Where the message ends, if it does.
+        Whether the message is complete, incomplete or invalid.
     has_head : bool
-        Whether its head is in order, so that an application may be told of it.
+        Whether its head is valid, so that an application may see the message.
     is_handshake : bool
-        Whether it asks for a WebSocket, which may be refused for other reasons.
+        Whether it requests a WebSocket, which may be refused for other reasons.
     is_last : bool
         Whether the connection ends with it, so that nothing after it is a message.
     """
@@ -62,7 +62,7 @@ class Reading:
         return [value for key, value in self.headers if key == name]
 
     def path_and_query(self) -> tuple[bytes, bytes]:
-        """Return the target as an application gets it: of a URL only the path and what follows."""
+        """Return the target as an application gets it: only the path and the query of a URL."""
         target = self.target
         if absolute := ABSOLUTE.fullmatch(target):
             target = absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
@@ -71,18 +71,18 @@ class Reading:
 
 
 class _Bad(Exception):
-    """The message is no message."""
+    """The message is invalid."""
 
 
 class _More(Exception):
-    """The message has not come in whole."""
+    """The message is incomplete."""
 
 
 def read(data: bytes) -> list[Reading]:
-    """Return the messages in the order in which they come, up to the first that is not whole."""
+    """Return the messages in order, up to the first that is not complete."""
     readings = []
     position = 0
-    while data[position:] not in (b"", b"\r", b"\r\n"):  # one empty line is nothing
+    while data[position:] not in (b"", b"\r", b"\r\n"):  # an empty line is not a message
         reading = Reading()
         try:
             position = _read_message(reading, data, position)
@@ -98,7 +98,7 @@ def read(data: bytes) -> list[Reading]:
 
 
 def _read_message(reading: Reading, data: bytes, start: int) -> int:
-    # An empty line before a message is forgiven.
+    # An empty line before a message is allowed.
     begin = start + 2 if data[start:].startswith(b"\r\n") else start
     try:
         position = _read_head(reading, data, begin)
@@ -127,13 +127,13 @@ def _line(data: bytes, start: int) -> tuple[bytes, int]:
     if end < 0:
         raise _More
     if not data[start:end].endswith(b"\r"):
-        raise _Bad  # some take a lone LF for the end of a line
+        raise _Bad  # some servers accept a lone LF as the end of a line
     return data[start : end - 1], end + 1
 
 
 def _read_head(reading: Reading, data: bytes, start: int) -> int:
     line, position = _line(data, start)
-    # Even of a head that is not whole, a server may refuse what can no longer become one.
+    # A server may refuse an incomplete head that can no longer become valid.
     parts = line.split(b" ")
     if len(parts) != 3:
         raise _Bad
@@ -172,7 +172,7 @@ def _check_head(reading: Reading) -> None:
 def _check_target(reading: Reading, hosts: list[bytes]) -> None:
     target, method = reading.target, reading.method
     if method == b"CONNECT":
-        raise _Bad  # no server of applications does that
+        raise _Bad  # application servers do not support it
     if target == b"*":
         if method != b"OPTIONS":
             raise _Bad
@@ -188,7 +188,7 @@ def _check_target(reading: Reading, hosts: list[bytes]) -> None:
 def _check_framing(reading: Reading, *, is_http10: bool) -> None:
     codings = reading.values(b"transfer-encoding")
     lengths = reading.values(b"content-length")
-    # One reader could go by the length, another by the chunks, a third know neither.
+    # One reader might use the length, another the chunks, a third neither.
     if codings and (is_http10 or lengths or [coding.lower() for coding in codings] != [b"chunked"]):
         raise _Bad
     if lengths and (len(lengths) > 1 or not re.fullmatch(rb"[0-9]{1,18}", lengths[0])):

@@ -1,4 +1,4 @@
-"""A reference model of the verbs: a second, much shorter implementation, from wanted state to wanted state.
+"""A reference model of the verbs: a second, much shorter implementation on the wanted state alone.
 
 The simulation compares the store with it. A verb raises `Rejected` or returns the wanted state after it. An
 equal state means that the verb changes nothing.
@@ -246,7 +246,7 @@ def set_target_capacity(wanted: Wanted, percent: float | None) -> Wanted:
 
 
 def withdraw(wanted: Wanted, requests: Sequence[str]) -> Wanted:
-    """Change nothing: what is taken back is a change that has failed, and is checked like others."""
+    """Change nothing: a withdrawn change is checked like any failed change."""
     return wanted
 
 

@@ -1,4 +1,4 @@
-"""What a strict reader of RFC 6455 makes of frames: the judge of the fuzz tests of WebSockets."""
+"""A strict reading of frames by RFC 6455, with which the fuzz tests of WebSockets compare the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
 
 
 class End(Enum):
-    """How far the frames go."""
+    """How the frames end."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -20,7 +20,7 @@ class End(Enum):
 
 @dataclass
 class Frames:
-    """Attributes: the whole messages, the payloads of pings, what the closing said, and how it ended."""
+    """The complete messages, the payloads of pings, the content of the close frame, and the end."""
 
     end: End = End.OPEN
     messages: list[str | bytes] = field(default_factory=list)
@@ -77,7 +77,7 @@ def read_frames(data: bytes, *, is_masked: bool, max_bytes: int) -> Frames:
 
 
 def _read_frame(data: bytes, *, is_masked: bool) -> tuple[int, bool, bytes, bytes] | None:
-    """Return opcode, whether it is the last part, payload and what follows; None if there is more to come."""
+    """Return the opcode, whether the part is the last, the payload and the rest; None if incomplete."""
     if len(data) < 2:
         return None
     is_final, opcode, length = bool(data[0] & 0x80), data[0] & 0x0F, data[1] & 0x7F

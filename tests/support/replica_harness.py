@@ -62,7 +62,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class Reply:
-    """The caller's side of one request: the messages that it still sends, and those that it has got."""
+    """The caller's side of one request: the messages to send, and the received ones."""
 
     def __init__(self, *messages: Message) -> None:
         self.messages = list(messages)

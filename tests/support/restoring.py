@@ -1,4 +1,4 @@
-"""A program that restores two backups by turns until it is killed. Run as ``restoring.py URL FILE FILE``."""
+"""A program that restores two backups in turn until it is killed. Run as ``restoring.py URL FILE FILE``."""
 
 from __future__ import annotations
 

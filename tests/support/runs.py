@@ -1,8 +1,9 @@
-"""Pieces of user code that a test starts behind an executor, and awaits, cancels or carries."""
+"""Runs of user code that a test starts in an executor, and awaits or cancels."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
@@ -16,9 +17,25 @@ from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.telemetry.replica import ReplicaMetrics
 
+DEADLINE_S = 10.0
+
+
+def run(scenario: Callable[[UserExecutor], Awaitable[None]], **options: Any) -> None:
+    """Run a scenario on a worker's loop with an executor, which it may leave open."""
+
+    async def main() -> None:
+        executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(executor)
+        finally:
+            assert await executor.close(DEADLINE_S)
+
+    asyncio.run(main())
+
 
 class Started(RunResult):
-    """One run. ``on_end`` is called when its code has really ended."""
+    """One run. ``on_end`` is called once its code has ended."""
 
     __slots__ = ("_on_end", "is_ended", "run")
 
@@ -73,7 +90,7 @@ def start_sync(
 
 
 class PipedRequest(ReplicaRequest):
-    """An answer whose messages are those that one function puts into a pipe."""
+    """A request that a function answers with the messages that it puts into a pipe."""
 
     def __init__(
         self, executor: UserExecutor, pipe: MessagePipe, is_async: bool, function: Callable[..., Any]
@@ -98,7 +115,7 @@ class PipedRequest(ReplicaRequest):
 async def respond_piped(
     executor: UserExecutor, pipe: MessagePipe, function: Callable[..., Any], *, is_async: bool = True
 ) -> Any:
-    """Have user code end while a task passes on what it sends; return or raise what it came to."""
+    """Run user code while a task passes on its messages; return its result or raise its error."""
     return await respond_to(PipedRequest(executor, pipe, is_async, function))
 
 

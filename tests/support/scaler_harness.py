@@ -31,14 +31,14 @@ class Desk:
 
     def __init__(self, *, follows: bool = False) -> None:
         self.follows = follows
-        self.pokes = 0
+        self.enqueued = 0
         self.state = State()
         self.observed = Observed()
         self.clock = LoopClock()
         self.scaler = Scaler(self.state, self.observed, self.clock, enqueue=self._enqueue)
 
     def _enqueue(self, tags: Iterable[str]) -> None:
-        self.pokes += 1
+        self.enqueued += 1
         for tag in tags:
             number = self.wants(tag)
             if self.follows and number is not None:

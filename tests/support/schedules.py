@@ -1,10 +1,10 @@
-"""Random schedules of a machine: each is a function of the machine's rules and of a seed alone.
+"""Random schedules of a machine, which depend only on the machine's rules and a seed.
 
-Problem: Hypothesis draws other schedules with each of its releases, and with each constant of any module that
-happens to be loaded. So a run of the suite could fail by chance, and pass when it was repeated. Choice: rules
-with arguments that are drawn here, so that seed 60 is the same schedule everywhere, and names it.
+Problem: Hypothesis draws different schedules in each of its releases, and for each constant in any loaded
+module. So a run of the suite could fail by chance, and pass when it was repeated. Choice: the arguments of
+rules are drawn here, so that seed 60 is the same schedule everywhere.
 
-A schedule that fails can be shortened: steps are left out as long as it still fails.
+A failing schedule can be shortened: steps are left out as long as it still fails.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: The number of steps of a schedule.
 LEAST_STEPS, MOST_STEPS = 10, 45
-#: How many of a machine's rules a schedule uses: with fewer, those are combined more often.
+#: How many of a machine's rules a schedule uses; fewer rules are combined more often.
 SHARES = (1.0, 1.0, 0.7, 0.4)
-#: How many shorter schedules are tried for one that fails.
+#: How many shorter schedules are tried for a failing one.
 MOST_TRIALS = 300
 
 
@@ -36,7 +36,7 @@ def pick(rng: random.Random, values: Sequence[Any]) -> Any:
 
 
 class OneOf:
-    """One of some values; one that is given twice is twice as likely."""
+    """One of some values; a value that is listed twice is twice as likely."""
 
     def __init__(self, *values: Any) -> None:
         self._values = values
@@ -46,14 +46,14 @@ class OneOf:
 
 
 class Between(OneOf):
-    """A whole number between two others, both included."""
+    """A whole number between two bounds, both included."""
 
     def __init__(self, least: int, most: int) -> None:
         super().__init__(*range(least, most + 1))
 
 
 class Several:
-    """A list of values of one kind."""
+    """A list of values that one choice draws."""
 
     def __init__(self, kind: Choice, least: int, most: int) -> None:
         self._kind, self._count = kind, Between(least, most)

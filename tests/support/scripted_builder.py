@@ -1,4 +1,4 @@
-"""What builds applications from declared configurations, as a test says, instead of importing code."""
+"""A builder of declared applications that returns the specs of a test instead of importing code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Config = Mapping[str, Any]
 def config(name: str = "shop", version: str = "1", route: str | None = "", **options: Any) -> dict[str, Any]:
     """Return the configuration of an application; ``options`` are those of its one deployment, ``d``.
 
-    By default the route is that of its name.
+    The default route is its name.
     """
     return {
         "name": name,
@@ -32,14 +32,14 @@ def instance_config(*applications: Config, **options: Any) -> dict[str, Any]:
 
 
 class Script:
-    """What builders do.
+    """The behavior of builders.
 
     Attributes
     ----------
     built
         The names of the applications of each build, in order.
     before
-        Is awaited before each application is built; an error that it returns is the application's.
+        Awaited before each application is built; if it returns an error, the build fails with it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A request on a connection, by a test, for what watches connections."""
+"""A request in a state that a test sets, for the watches of connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ScriptedExchange:
-    """An `OngoingRequest` of `daskserve.proxies.exchange.server_state` in a state that the test gives."""
+    """An `OngoingRequest` of `daskserve.proxies.exchange.server_state` in a state that the test sets."""
 
     def __init__(self, **state: Any) -> None:
         self.body: Any = SimpleNamespace(received_bytes=10, is_full=False)
@@ -15,7 +15,7 @@ class ScriptedExchange:
         self.wants_body = self.response_started = self.response_complete = self.is_over = False
         #: The statuses of its refusals.
         self.refused: list[int] = []
-        #: Whether each probe was a late one.
+        #: The argument ``is_late`` of each probe.
         self.probes: list[bool] = []
         vars(self).update(state)
 

@@ -1,4 +1,4 @@
-"""The routes of a process to workers, and the updates that it gets from the controller, by a test."""
+"""A process's routes to workers, and its updates from the controller, both set by a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.errors import ActorLostError
 
 
 class ScriptedRoutes:
-    """Every worker is reached directly, unless the test says otherwise."""
+    """Routes to workers: direct, unless the test sets others."""
 
     def __init__(self) -> None:
         self.known: dict[WorkerAddress, Reachability | None] = {}
@@ -48,7 +48,7 @@ class ScriptedRoutes:
 
 
 class ScriptedListener:
-    """A subscription whose updates the test publishes; what is in ``known`` is published already."""
+    """A subscription whose updates the test publishes; the values in ``known`` are already published."""
 
     is_started = True
     silent_since: float | None = None

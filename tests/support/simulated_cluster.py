@@ -33,7 +33,7 @@ BEGAN_AT = 1_700_000_000.0
 
 
 class VirtualClock(LoopClock):
-    """The clock of the running loop, whose wall time is virtual, too: some deadlines are told by it."""
+    """The clock of the running loop, whose wall time is also virtual, because some deadlines use it."""
 
     def wall(self) -> float:
         return BEGAN_AT + self.now()
@@ -141,7 +141,7 @@ class SimulatedCluster(LocalCluster):
         )
         self.suspects: set[WorkerAddress] = set()
         self.has_nannies = True
-        #: Called with a text when a worker retires with a proxy that has not ended.
+        #: Called with a description when a worker retires although its proxy has not ended.
         self.on_cut: Callable[[str], None] = lambda text: None
         super().__init__(factories, store=store, clock=VirtualClock(), **options)
 

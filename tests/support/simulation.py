@@ -44,15 +44,15 @@ BACKENDS = ("a", "b", "d", "x/a", "x/d")
 ENDPOINTS = ("d", "e", "f", "a", "b", "x/a", "x/d")
 #: Timeout of constructors.
 START_S = 8.0
-#: A replica starts, is reconfigured or has drained within this time, whatever becomes of it.
+#: Within this time, a replica has started, was reconfigured or has drained, or has failed.
 WORK_S = 30.0
-#: How long after a worker's fault has ended its replicas may still fail.
+#: How long the replicas of a worker may still fail after the worker's fault has ended.
 ERROR_S = 20.0
 #: Time from the end of the last fault within which everything must be at rest, goals included.
 REST_S = 150.0
 #: A goal ends within this time after its timeout, if its controller lives.
 GOAL_MARGIN_S = 10.0
-#: A call is answered within that time, if its controller lives.
+#: A call is answered within this time, if its controller lives.
 ANSWER_S = 40.0
 #: How long the instance must stay at rest.
 STAY_S = 7.0
@@ -559,7 +559,7 @@ class Simulation:
         if moved or problems or self.store.commits != commits:
             written = self.store.commits - commits
             raise AssertionError(f"the rest did not last: {written} changes;{listing(problems)}")
-        # What has failed until now has no effect any more, unless it is repeated.
+        # Failures up to now have no effect any more, unless they recur.
         self.witness.open_calls.clear()
         self.goal_waits.clear()
 
@@ -649,7 +649,7 @@ class Simulation:
         if actor.tag in self.script.sick:
             yield f"{actor.tag} is sick"
         if actor.is_reconfiguring:
-            # It is replaced if that takes too long, even if its new rank is the old one again meanwhile.
+            # The replica is replaced if that takes too long, even if its rank has meanwhile changed back.
             yield f"{actor.tag} is being reconfigured"
         if replica.config_id != backend.config_id:
             yield f"{replica} does not have the config of {backend}"

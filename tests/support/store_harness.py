@@ -215,11 +215,11 @@ class TrappedConnection(sqlite3.Connection):
 
 @contextlib.contextmanager
 def trapped_sqlite(trap: Trap) -> Iterator[None]:
-    """Have the stores that are opened within step through a trap; afterwards their process has ended."""
+    """Make the stores that the block opens step through a trap; then close their connections."""
     connect, made = sqlite.connect, list[TrappedConnection]()
 
     def connect_trapped(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
-        if any_thread:  # it only copies the log into the file, at times of its own
+        if any_thread:  # it only copies the log into the file, in another thread
             return connect(Path(":memory:"), any_thread=True)
         trapped = sqlite3.connect(
             path, timeout=1, isolation_level=None, check_same_thread=False, factory=TrappedConnection

@@ -1,4 +1,4 @@
-"""Tables of cheap cases: one collected test, and all cases that fail in one message."""
+"""Tables of cheap cases: one collected test for all cases; its error lists all failing cases."""
 
 from __future__ import annotations
 

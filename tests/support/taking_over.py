@@ -1,6 +1,6 @@
 """A program that takes a store over, with a scheduler, a worker and an instance in its own process.
 
-Run as ``python taking_over.py STORE PORT``. It says when it begins, and runs until it is killed.
+Run as ``python taking_over.py STORE PORT``. It prints a line when it begins, and runs until it is killed.
 """
 
 from __future__ import annotations

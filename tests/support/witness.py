@@ -91,7 +91,7 @@ class Witness:
     blamed_at
         Time of the last scripted fault of a backend's replicas; None if there was none.
     has_at
-        What a worker has, by resource.
+        Returns the amounts of a worker's resources.
     """
 
     now: Callable[[], float]
@@ -114,7 +114,7 @@ class Witness:
     epoch: int = 0
     #: When an autoscaler last changed a number, or had a reason to.
     scaled_at: float = float("-inf")
-    #: The ids of the calls that clients have taken back.
+    #: The ids of the calls that clients have withdrawn.
     withdrawn: set[str] = field(default_factory=set)
     _pending: set[str] = field(default_factory=set)
 
@@ -128,11 +128,11 @@ class Witness:
         return [each for each in self.records.values() if isinstance(each, kind)]
 
     def unsettled(self) -> Iterator[str]:
-        """Yield what must be at rest but is not, besides replicas, actors and updates."""
+        """Yield the problems at rest, other than those of replicas, actors and updates."""
         yield from ()
 
     def is_deleting(self, goal: GoalRecord) -> bool:
-        """Return whether a goal is one of a deletion, which has no deadline."""
+        """Return whether a goal belongs to a deletion, which has no deadline."""
         return self.wanted.live(goal.backend) is None
 
     def backend(self, tag: str) -> BackendRecord | None:
@@ -423,7 +423,7 @@ class Witness:
                 continue
             if old.state is not ReplicaState.RUNNING:
                 if new is not None and "started" in new.events:
-                    others.add(old.tag)  # it has started just now, and leaves at once
+                    others.add(old.tag)  # it has just started, and is stopped at once
             elif self._is_excused(old, before):
                 others.add(old.tag)
             else:
@@ -449,7 +449,7 @@ class Witness:
         )
 
     def _check_gangs(self, changed: Mapping[str, Record | None]) -> None:
-        """Check that gangs are there as a whole, with or without workers."""
+        """Check that gangs are complete: all of their replicas have workers, or none has."""
         for tag in {each.backend for each in changed.values() if isinstance(each, ReplicaRecord)}:
             live = {each.tag: each for each in self.replicas(tag) if each.state in WANTED_STATES}
             for each in live.values():
@@ -458,7 +458,7 @@ class Witness:
                     self.report(f"the gang of {each} is not whole: {mates}")
 
     def _check_room(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
-        """Check that replicas are placed with all their bundles, and only where there is room for them."""
+        """Check that replicas are placed with all of their bundles, and only where these have room."""
         placed = [
             each
             for key, each in changed.items()
@@ -482,12 +482,10 @@ class Witness:
                 self.report(f"worker {worker} has {has}, and {amounts} are taken by {placed} and others")
 
     def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord], together: set[str]) -> bool:
-        """Return whether one old replica makes room, and no other one is missing because of the update.
+        """Return whether old replicas leave to make room for a new one, and no others are missing.
 
-        Others that need no reason leave ``together`` with it.
-
-        Several do only on one worker, where a new one needs more than the room of all but one of them, and
-        for a gang or a placement group.
+        Several may leave only on one worker, if a new one needs the room of all of them, or for a gang or a
+        placement group. The replicas in ``together`` leave in the same change, for other reasons.
         """
         tags = together.union(tag for each in leaving for tag in (each.tag, *each.gang))
         others = [each for each in self.replicas(backend.tag) if each.tag not in tags]
@@ -513,7 +511,7 @@ class Witness:
         )
 
     def _check_ranks(self, changed: Mapping[str, Record | None]) -> None:
-        """Check that the replicas that serve, or will, have different ranks."""
+        """Check that the replicas that serve, or will serve, have different ranks."""
         for tag in {each.backend for each in changed.values() if isinstance(each, ReplicaRecord)}:
             placed = [each for each in self.replicas(tag) if each.state in PLACED_STATES]
             ranks = [each.rank[:1] for each in placed]

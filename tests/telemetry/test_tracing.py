@@ -19,7 +19,7 @@ import daskserve as serve
 from daskserve.common.error_types import error_type
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.payload.packed_errors import pack_all, received_error
-from daskserve.proxies.exchange.response.response import Response
+from daskserve.proxies.exchange.http_response import Response
 from daskserve.proxies.ingress.request import IngressRequest
 from daskserve.proxies.ingress.tracing import begin_trace, end_trace
 from daskserve.telemetry.histogram import LatencyHistogram

@@ -14,7 +14,7 @@ from daskserve.client.client import Client
 from daskserve.common.formatting import counted, shown
 
 #: The states in which the new version was rolled back.
-TAKEN_BACK = ("ROLLED_BACK", "ABORTED")
+UNDONE = ("ROLLED_BACK", "ABORTED")
 
 
 @click.group()
@@ -44,7 +44,7 @@ def status(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
     with reading(at) as client:
         found = client.rollout_status(**_named(target, model))
     _print(found, as_json)
-    if found["state"] in TAKEN_BACK:
+    if found["state"] in UNDONE:
         click.get_current_context().exit(ExitCode.FAILED)
 
 

@@ -96,7 +96,7 @@ class ApplicationGraph:
         Parameters
         ----------
         changed
-            Returns a deployment, given its name in the application, with the options that it is to have.
+            Takes the name of a deployment and the deployment; returns the deployment with changed options.
         modules
             See `daskserve.client.definitions.specs.make_spec`.
         instance

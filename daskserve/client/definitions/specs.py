@@ -210,8 +210,8 @@ def make_spec(
     files
         The files of the environment, if it does not name a folder.
     modules
-        Modules with their digests. Code that names one of them depends on their versions, and replicas
-        import them again that have imported others.
+        Modules with their digests. The version of code that names one of them depends on these digests. A
+        replica that has imported another version of a module imports it again.
     substitution
         Returns a function that returns the replacement to pickle for an object, and raises `MisplacedObject`
         for an object that must not be there.

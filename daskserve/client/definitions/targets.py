@@ -57,8 +57,8 @@ def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Applic
         if _is_wsgi_app(found):
             raise TypeError(_WSGI.format(found))
         return _built(found, args or {})
-    # Replicas import an ASGI application by its path, as its server would: pickled, it would be another
-    # object than the one that its module refers to.
+    # Replicas import an ASGI application by its path, as its server would. A pickled application would be a
+    # copy of the object that its module refers to.
     application = _bound(target if isinstance(target, str) and is_asgi_app(found) else found)
     if args:
         raise BadRequestError(

@@ -56,9 +56,10 @@ async def _run(
         What ``.bind()`` returns; a builder, which is a function with one parameter that returns it; or the
         import path of one of them, such as ``"module:app"``.
     blocking : bool
-        Whether to serve until Ctrl-C or SIGTERM, and then end what this program has started: its instance,
-        unless other programs have deployed something on it; otherwise the application, unless another call
-        has deployed it before or since. Prints the address, and a line for each change after that.
+        Whether to serve until Ctrl-C or SIGTERM. Then everything that this program has started ends: its
+        instance, unless other programs have deployed something on it; otherwise the application, unless
+        another call has deployed it before or since. Prints the address, and a line for each change after
+        that.
     name : str
         The application's name. Applications of different names run side by side.
     route_prefix : str, optional
@@ -70,10 +71,9 @@ async def _run(
         HTTP options of the instance, if this call starts it. Options that differ from those of an instance
         that runs already cause a warning, and do not change it.
     timeout_s : float, optional
-        Time in seconds for the whole change, after which it is rolled back and the call fails. Default: as
-        long as the change makes progress, which ends once nothing has progressed for
-        ``daskserve.timeouts.change-s`` (60 seconds) or a constructor takes longer than ``start_timeout_s`` of
-        its deployment.
+        Timeout of the whole change, in seconds; then the change is rolled back and the call fails. Default:
+        the change fails after ``daskserve.timeouts.change-s`` (60 seconds) without progress, or once a
+        constructor takes longer than ``start_timeout_s`` of its deployment.
     external_scaler_enabled : bool
         Whether programs may set the number of replicas of the application's deployments; see `scale`.
     logging_config : LoggingConfig or dict, optional
@@ -128,7 +128,7 @@ async def _run_many(
 ) -> list[Handle]:
     """Deploy several applications and return their handles, in the same order, once all answer requests.
 
-    All arguments are checked before anything changes. See `run` for the arguments that it has in common.
+    All arguments are checked before anything changes. See `run` for the other arguments.
 
     Parameters
     ----------

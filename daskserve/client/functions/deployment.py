@@ -41,7 +41,7 @@ from daskserve.options.routing.route_variables import check_part_name, check_rou
 async def _deploy(
     form: Form[Any], self: ClassicDeployment, /, *init_args: Any, _blocking: bool = True, **init_kwargs: Any
 ) -> GoalId | bool | None:
-    """Deploy this deployment, or update the one of its name; see `daskserve.client.client.Client.deploy`.
+    """Deploy or update this deployment; see `daskserve.client.client.Client.deploy`.
 
     It uses the instance of `daskserve.run`, which must be running; `daskserve.start` starts one.
 
@@ -211,7 +211,7 @@ class ClassicDeployment(Deployment):
     def bind(self, /, *args: Any, **kwargs: Any) -> Application:
         """Return this deployment with its arguments, as `Deployment.bind` does.
 
-        Without arguments, those of the options ``init_args`` and ``init_kwargs`` are bound.
+        Without arguments, it binds the options ``init_args`` and ``init_kwargs``.
 
         Raises
         ------

@@ -132,7 +132,8 @@ connect_async = awaitable(_connect)
 def _near_instance(*, may_be_local: bool = True) -> InstanceConnection | None:
     """Return a connection to the instance of the current replica, or of the current block.
 
-    Elsewhere to the local instance of this process, if ``may_be_local``; None if there is none.
+    Elsewhere, the connection is to the local instance of this process, if ``may_be_local``. Return None if
+    there is no instance.
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:

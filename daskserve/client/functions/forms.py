@@ -46,7 +46,7 @@ def blocking(
 ) -> Callable[P, T]:
     """Return the blocking form of a function, named as its body without the underscore.
 
-    ``owner`` is the text that users write before the name: the package, or the method's object.
+    ``owner`` is the name that users write before it: the package, or the method's object.
     """
     name = body.__name__.removeprefix("_")
 

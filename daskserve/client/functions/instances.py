@@ -81,8 +81,8 @@ async def _start(
     Parameters
     ----------
     detached : bool
-        Let the instance outlive this program: it is the one that `connect` finds, unless ``name`` says
-        otherwise. Otherwise the instance ends with the returned client.
+        Whether the instance outlives this program; otherwise it ends with the returned client. `connect`
+        finds a detached instance without a name, unless this one has a ``name``.
     http_host, http_port, http_middlewares
         Deprecated; use ``http_options``.
     http_options : HTTPOptions or dict, optional
@@ -101,8 +101,8 @@ async def _start(
     dashboard : bool
         Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
     logging_config : LoggingConfig or dict, optional
-        How the instance logs, over ``daskserve.logging`` of Dask's configuration. None, and nothing there: as
-        Python's ``logging`` is configured in the workers, without an access log.
+        The logging options of the instance, which override ``daskserve.logging`` in Dask's configuration.
+        Without any, Python's ``logging`` applies as configured in the workers, without an access log.
     tracing_config : TracingConfig or dict, optional
         Traces by OpenTelemetry. Default: none.
     grpc_options, controller_options

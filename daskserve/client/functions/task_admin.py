@@ -78,11 +78,11 @@ class TaskAdmin:
         return self._adapter.cancel_task_sync(id)
 
     def retry(self, id: str) -> None:
-        """Queue a task again that has failed, was cancelled, or could not be run."""
+        """Queue again a task that has failed, was cancelled, or could not be run."""
         self._adapter.retry_task_sync(id)
 
     def requeue(self) -> list[str]:
-        """Queue all tasks again that have failed for good, or could not be run; return their ids.
+        """Queue again all tasks that have failed for good, or could not be run; return their ids.
 
         Each task is queued once. Tasks that end after the call has begun are left alone, even if they fail
         again; so are tasks that other programs change in between.
@@ -170,7 +170,7 @@ def _shown(task: Task) -> dict[str, Any]:
 
 
 def _loaded(data: bytes | None) -> Any:
-    """Return a pickled value, or a text that says why it cannot be loaded here."""
+    """Return a pickled value, or a string that says why it cannot be loaded here."""
     if not data:
         return None
     try:

@@ -33,7 +33,7 @@ def instantiate_adapter_from_config(
     ValueError
         The import path of the adapter cannot be imported.
     TypeError
-        The adapter is no `TaskProcessorAdapter`.
+        The adapter is not a `TaskProcessorAdapter`.
     NotRunningError
         The queue is that of an instance, and none runs.
     TaskQueueError

@@ -41,6 +41,7 @@ from daskserve.payload.importing import (
     forget,
     have_changed,
 )
+from daskserve.payload.used_modules import modules_named_in, used_by
 
 #: How long a build waits for another import, which may hang.
 LOCK_S = 20.0
@@ -123,15 +124,17 @@ def _import_lock() -> Iterator[None]:
 def _current(config: ApplicationConfig, scan: ModuleScan) -> Iterator[Callable[[], Mapping[str, str]]]:
     """Import an application in a ``with`` block, again if a file of its project has changed since.
 
-    Yields a function that returns the modules of the project, with their digests.
+    Yields a function that returns the modules of the project that it uses, with their digests.
     """
-    folder = folder_of(split_import_path(config.import_path)[0])
+    root = split_import_path(config.import_path)[0]
+    folder = folder_of(root)
     if folder is None:
         yield dict
         return
 
     def modules() -> dict[str, str]:
-        return {name: file_digest(module) for name, module in scan.modules_in(folder).items()}
+        used = used_by([root, *modules_named_in(config.args)], scan.modules_in(folder))
+        return {name: file_digest(module) for name, module in used.items()}
 
     with _import_lock():
         if have_changed(scan.modules_in(folder).values()):

@@ -48,7 +48,7 @@ class HostingMode:
     replaces
         Whether a blocking call may replace applications that it did not start. It leaves the new versions.
     restores
-        Whether it may do so, and gives the old versions back when it ends.
+        Whether a blocking call may replace such applications, and restores the old versions when it ends.
     reload
         The files whose changes deploy the applications again; None: it does not follow them.
     recreates

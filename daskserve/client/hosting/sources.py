@@ -65,7 +65,7 @@ class Source:
 
     @property
     def has_paths(self) -> bool:
-        """Whether building it imports the code, which is better done in a worker."""
+        """Whether a build imports the code, which a worker should then do."""
         targets = [each.target for each in self.targets if isinstance(each, RunTarget)]
         is_lazy = self.is_factory and self.project is None
         return not is_lazy and all(isinstance(each, str) for each in targets)

@@ -35,14 +35,14 @@ WITHDRAW_S = 10.0
 class InstanceConnection:
     """A connection to an instance on a Dask cluster, which several clients may share.
 
-    An owned instance ends when the connection is closed or garbage collected, or when the program ends. If
-    the owner was never used, and the program has no other instance, the module's functions use its instance
-    instead. So the result of ``serve.start(...)`` may be ignored.
+    An owned instance ends when the connection is closed or garbage collected, or when the program ends. A
+    program may ignore the result of ``serve.start(...)``: the instance then stays, and the module's functions
+    use it, unless the program has another instance.
 
     Parameters
     ----------
     is_guest
-        Whether it only connects to an instance: when its client is left, the instance stays.
+        Whether the program only connects to the instance, which then stays when the client's block ends.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class KnownHandles:
 
     def __init__(self) -> None:
         self._handles: dict[EndpointTag, tuple[Handle, Router, Any]] = {}
-        #: The number of handles at which to look for outdated ones: doubled, so that a sweep is rare.
+        #: The number of handles at which to look for outdated ones; it doubles, so that sweeps are rare.
         self._sweep_at = SWEPT
 
     def get(self, endpoint: EndpointTag) -> Handle | None:

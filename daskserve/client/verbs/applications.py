@@ -88,7 +88,7 @@ class ApplicationVerbs(HandleVerbs):
         ----------
         expected
             The ids of the calls whose deployments may be replaced, by application; see
-            `daskserve.control.verbs.applications.deploy`.
+            `daskserve.control.decisions.applications.deploy`.
         """
         for each in applications:
             await self._check_handles(each)

@@ -57,10 +57,9 @@ class BackendVerbs(Verbs):
             Python, with this version of daskserve and the worker's version of Python. None means the
             worker's environment (not the caller's, as in the classic system).
         timeout_s : float, optional
-            Time in seconds for the whole change, after which the backend is removed and the call fails.
-            Default: as long as the change makes progress, which ends once nothing has progressed for
-            ``daskserve.timeouts.change-s`` (60 seconds) or a constructor takes longer than the option
-            ``start_timeout_s``.
+            Timeout of the whole change, in seconds; then the backend is removed and the call fails. Default:
+            the change fails after ``daskserve.timeouts.change-s`` (60 seconds) without progress, or once a
+            constructor takes longer than the option ``start_timeout_s``.
         blocking : bool
             Whether to wait; see the return value.
 
@@ -159,7 +158,7 @@ class BackendVerbs(Verbs):
         Raises
         ------
         ExternalScalerDisabledError
-            Its config does not have ``external_scaler_enabled=True``.
+            The config does not have ``external_scaler_enabled=True``.
         NotFoundError
             There is no such backend.
         BadRequestError

@@ -39,7 +39,7 @@ class DeclaringVerbs(Verbs):
         config : InstanceConfig
             The result of `daskserve.config_file.reading.read` for a file.
         merge : bool
-            Keep everything that the configuration does not name.
+            Whether to keep everything that the configuration does not name.
         expected_version : int, optional
             The number of the configuration that this one is based on; see `get_config`.
         source, version : str
@@ -50,7 +50,7 @@ class DeclaringVerbs(Verbs):
         VersionConflictError
             There is a newer configuration than ``expected_version``.
         BadRequestError
-            A name is used twice, or a route by something else.
+            A name occurs twice, or a route is already in use.
         """
         await self._share()
         answer = await self._submit(

@@ -17,7 +17,8 @@ class HandleVerbs(Verbs):
         Parameters
         ----------
         missing_ok : bool
-            Whether the endpoint may be created later. One whose first deploy failed is an error all the same.
+            Whether the endpoint may be created later. An endpoint whose first deploy failed is always an
+            error.
 
         Raises
         ------

@@ -64,8 +64,8 @@ class HistoryVerbs(Verbs):
         Parameters
         ----------
         revision : int, optional
-            Its number in `history`. Default: the last one that ran before the one that runs; during a deploy,
-            the one that runs.
+            The number of the revision in `history`. Default: the revision that ran before the current one;
+            during a deploy, the current one.
         timeout_s : float, optional
             As in `daskserve.run`.
         blocking : bool
@@ -103,11 +103,11 @@ class HistoryVerbs(Verbs):
         Parameters
         ----------
         name : str, optional
-            Only those of this application.
+            Only changes of this application.
         since_s : float, optional
-            Only those of the last seconds.
+            Only events of the last ``since_s`` seconds.
         limit : int
-            The newest ones, at most 1,000.
+            Maximum number of events, up to 1,000; the newest are returned.
         """
         return list((await self._events(name, since_s=since_s, limit=limit)).events)
 
@@ -144,11 +144,11 @@ class HistoryVerbs(Verbs):
         application, deployment, replica : str, optional
             Only records of this application, deployment or replica: its tag, or the part after ``#``.
         since_s : float, optional
-            Only those of the last seconds.
+            Only records of the last ``since_s`` seconds.
         level : str, optional
             The lowest level, such as ``"WARNING"``.
         grep : str, optional
-            A text that the message or the traceback contains.
+            A string that the message or the traceback contains.
         limit : int
             Maximum number of records, up to 10,000.
         after : str, optional

@@ -24,13 +24,13 @@ class InspectingVerbs(Verbs):
         seconds : float
             At most 60.
         memory : bool
-            Find the lines that hold memory, by `tracemalloc`, instead. If it is not on, it is turned on for
-            this time. Then the process is several times slower, and earlier allocations are unknown.
+            Find the lines that hold memory instead, with `tracemalloc`, which is turned on for this time if
+            it is off. The process is then several times slower, and earlier allocations are unknown.
 
         Raises
         ------
         NotFoundError
-            There is no such replica; the message has the nearest names.
+            There is no such replica; the message lists similar names.
         InspectionError
             A profile of this replica is being taken, or its process does not answer.
         """
@@ -44,7 +44,7 @@ class InspectingVerbs(Verbs):
         Raises
         ------
         NotFoundError
-            There is no such replica; the message has the nearest names.
+            There is no such replica; the message lists similar names.
         InspectionError
             Its worker does not answer.
         """

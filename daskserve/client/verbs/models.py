@@ -45,9 +45,10 @@ class ModelVerbs(Verbs):
     ) -> str:
         """Load a version of a model in all replicas, and return its name once all of them have it.
 
-        Replicas that start later load it before they serve. If a replica cannot load it, it is unloaded
-        everywhere, and the previous default version keeps serving. With a ``rollout``, it becomes the default
-        version step by step after this has returned; see `daskserve.Client.rollout_status`.
+        Replicas that start later load the version before they serve. If a replica cannot load the version,
+        all replicas unload it, and the previous default version keeps serving. With a ``rollout``, the
+        version becomes the default step by step after this has returned; see
+        `daskserve.Client.rollout_status`.
 
         Parameters
         ----------
@@ -94,14 +95,15 @@ class ModelVerbs(Verbs):
                 raise RequestTimeoutError(late)
 
     async def unload_model(self, deployment: str, model: str, version: str | None = None) -> None:
-        """Unload a version of a model, or all, from all replicas; return before they have done it.
+        """Unload a version of a model, or all, from all replicas; return before the replicas have unloaded
+        it.
 
-        If it was the default version, the newest loaded version becomes the default.
+        If this was the default version, the newest loaded version becomes the default.
 
         Raises
         ------
         NotFoundError
-            It is not loaded.
+            The version is not loaded.
         """
         await self._submit(
             "unload_model", name=deployment, model=model, version=version, request_id=uuid.uuid4().hex
@@ -113,6 +115,6 @@ class ModelVerbs(Verbs):
         Raises
         ------
         NotFoundError
-            It is not loaded.
+            The version is not loaded.
         """
         await self._submit("set_default_model", name=deployment, model=model, version=version)

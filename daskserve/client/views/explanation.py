@@ -25,7 +25,7 @@ class LoadSample:
 
     @property
     def elsewhere(self) -> str:
-        """A phrase with the length of the broker's queue; an empty text if the length is 0."""
+        """A phrase with the length of the broker's queue; an empty string if the length is 0."""
         if self.backlog == 0:
             return ""
         return f", {'unknown' if self.backlog is None else shown(self.backlog)} in the broker's queue"

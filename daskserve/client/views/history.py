@@ -23,9 +23,9 @@ class Revision(FromPlain):
     state : str
         ``DEPLOYING``, ``RUNNING``, ``SUPERSEDED``, ``FAILED``, ``ROLLED_BACK`` or ``DELETED``.
     at, ran_at, ended_at : float or None
-        When it was asked for, when it was complete, and when it ended, in seconds since the epoch.
+        When it was requested, when it was complete, and when it ended, in seconds since the epoch.
     by : str
-        The program that asked for it.
+        The program that requested it.
     source : str
         ``run``, ``file`` or ``rollback``.
     origin : dict
@@ -113,7 +113,7 @@ class Event:
     subject : str
         The replica, proxy or endpoint; empty without one.
     by : str
-        The program that asked for it; empty if the controller decided it.
+        The program that caused the event; empty for decisions of the controller.
     """
 
     number: int

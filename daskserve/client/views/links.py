@@ -12,7 +12,7 @@ _PATHS: Mapping[str, str] = {"page": "daskserve", "panels": "daskserve-panels", 
 def links_of(dashboard_link: str | None) -> dict[str, str]:
     """Return the addresses of the page of daskserve, its panels, and Dask's dashboard; only those that exist.
 
-    Dask's link may lead through a reverse proxy, by its setting ``distributed.dashboard.link``.
+    Dask's setting ``distributed.dashboard.link`` may make the last link lead through a reverse proxy.
     """
     if dashboard_link is None:
         return {}

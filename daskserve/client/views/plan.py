@@ -15,7 +15,7 @@ CHANGED = "~"
 
 @dataclass(frozen=True, slots=True)
 class Plan(FromPlain):
-    """What a configuration would change. Printed, it is a list of changes.
+    """The changes that a configuration would make. Print it to see the list.
 
     Attributes
     ----------

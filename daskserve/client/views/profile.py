@@ -53,7 +53,7 @@ class Profile:
 
 
 class Stacks:
-    """What the threads and tasks of one replica's user code did at a moment. Printed, it is a text.
+    """The stacks of the threads and tasks of one replica's user code at one moment. Print it to read them.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Stacks:
         self.values = dict(values)
 
     def to_text(self, *, is_full: bool = False) -> str:
-        """Return a text; with ``full``, it includes frames and threads outside of user code."""
+        """Return the stacks as a string; with ``full``, including frames and threads outside of user code."""
         return stack_text(self.values, is_full=is_full)
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ class Display(Protocol):
     """A line that changes."""
 
     def update(self, text: str) -> None:
-        """Show a text instead of the previous one."""
+        """Show a string instead of the previous one."""
 
     def close(self) -> None:
         """Remove the line."""
@@ -58,7 +58,7 @@ class RichDisplay(Display):
 
 
 class LineDisplay(Display):
-    """A new line for each new text, where rich is not installed."""
+    """A new line for each update, where rich is not installed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

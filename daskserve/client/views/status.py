@@ -128,8 +128,8 @@ class ApplicationStatus(FromPlain):
     deployments : dict
         The `DeploymentStatus` of each deployment, by name.
     traffic : dict
-        The shares of the backends that get its requests, while others than its ingress do by `set_traffic`;
-        empty otherwise.
+        The shares of the backends that get its requests, if `set_traffic` sends some to other backends than
+        its ingress; empty otherwise.
     """
 
     status: str
@@ -394,6 +394,6 @@ class Status(FromPlain):
 
 
 def _html(text: str) -> str:
-    """Return a text as HTML; several lines, such as a traceback, keep their indentation."""
+    """Return a string as HTML; several lines, such as a traceback, keep their indentation."""
     kind = "pre" if "\n" in text else "p"
     return f"<{kind}>{escape(text)}</{kind}>"

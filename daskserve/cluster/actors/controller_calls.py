@@ -30,8 +30,8 @@ def calls_of(
 ) -> Callable[[ActorAddress], Coroutine[Any, Any, Any]]:
     """Return a function that calls a verb of the controller at an address, for `call_controller`.
 
-    If the answer of an attempt was lost, it may already have deleted the object, so "not found" is not an
-    error then.
+    An attempt whose answer was lost may already have deleted the object. So "not found" is not an error in
+    the attempts after it.
     """
     has_tried = False
 

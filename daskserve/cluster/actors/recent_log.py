@@ -1,4 +1,4 @@
-"""The last log lines of replicas, for the status of one that fails: bounded, and cheap for code that logs.
+"""The last log lines of replicas, for the status of failed ones: bounded memory, little work for each line.
 
 A worker keeps the lines of its replicas in memory. A child process writes its lines to an unnamed file, which
 the parent can read even after the child was killed.

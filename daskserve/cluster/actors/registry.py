@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.actors.recent_log import RecentLog, answer_of
+from daskserve.cluster.actors.starting import started
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
     LAST_LINES,
@@ -36,7 +37,6 @@ from daskserve.cluster.protocols.base import (
     verbs_of,
 )
 from daskserve.common.clock import Clock
-from daskserve.common.formatting import shown
 from daskserve.common.types import (
     ActorKind,
     ActorRequest,
@@ -52,7 +52,7 @@ from daskserve.common.types import (
     described_actor,
 )
 from daskserve.context import current_instance
-from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError, UnavailableError
+from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.loops.tasks import TaskSet, is_cancelling
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.logs.process import ProcessLogs, process_logs
@@ -60,8 +60,6 @@ from daskserve.telemetry.logs.ring import Query
 
 logger = logging.getLogger("daskserve.host")
 
-#: A remainder of a time limit below this may be a rounding error.
-RESOLUTION_S = 0.001
 #: Share of the drain's time limit after which replicas stop, even if proxies still have requests.
 PROXY_SHARE = 0.5
 #: The actor name that addresses a worker's registry itself.
@@ -238,7 +236,8 @@ class ActorRegistry:
                 f"{wanted.incarnation} is older."
             )
         try:
-            return dict(await self._facts_of(entry, wanted.start_timeout_s))
+            limit_s = wanted.start_timeout_s
+            return dict(await started(entry.starting, wanted.name, limit_s, self._clock, entry.work))
         except asyncio.CancelledError:
             if entry.starting.cancelled() and not is_cancelling():
                 raise ActorLostError(
@@ -260,22 +259,6 @@ class ActorRegistry:
         if not facts["is_healthy"] and LAST_LINES not in facts:
             facts[LAST_LINES] = self._last_lines(entry.spec.name)
         return facts
-
-    async def _facts_of(self, entry: Entry, limit_s: float | None) -> Mapping[str, Any]:
-        """Return the facts of an actor that starts; raise `RequestTimeoutError` if a stage takes too long.
-
-        The time is measured here, so a call from a new controller does not restart it.
-        """
-        while limit_s is not None and not entry.starting.done():
-            what, for_s = entry.work(self._clock.now()) or ("", 0.0)
-            left_s = limit_s - for_s
-            if left_s < RESOLUTION_S:
-                raise RequestTimeoutError(
-                    f"{entry.spec.name} did not start within {shown(limit_s)} s: it was still {what}."
-                )
-            await asyncio.wait([entry.starting], timeout=left_s)
-        # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
-        return await asyncio.shield(entry.starting)
 
     def _enter(self, spec: ActorSpec) -> Entry:
         with self._surroundings(), _acting_for(spec.instance, self._logs):

@@ -141,8 +141,8 @@ class Channel:
 
     def _receive(self, frames: Frames) -> None:
         if self._inbox is not None:
-            # First send the messages that other threads have posted. The other side can work on it while this
-            # side handles the frames that have just arrived.
+            # First send the messages that other threads have posted. The other side can work on them while
+            # this side handles the frames that have just arrived.
             self._inbox.catch_up()
             self._transport.flush()
         for frame in frames:

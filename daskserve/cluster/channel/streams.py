@@ -204,13 +204,16 @@ class OpenedStream:
         self._outlet.post(self._frame())
         try:
             while True:
-                for item in await inbox.get_all():
+                items = await inbox.get_all()
+                has_more = type(items[-1]) is dict  # after the end, the other side needs no more credit
+                for item in items:
                     if type(item) is dict:
                         await send(item)
-                        taken_bytes += message_bytes(item)
-                        if taken_bytes >= WINDOW_BYTES // 2:
-                            self._outlet.post((CREDIT, self._number, taken_bytes))
-                            taken_bytes = 0
+                        if has_more:
+                            taken_bytes += message_bytes(item)
+                            if taken_bytes >= WINDOW_BYTES // 2:
+                                self._outlet.post((CREDIT, self._number, taken_bytes))
+                                taken_bytes = 0
                     elif isinstance(item, Load):
                         return item
                     elif type(item) is Offer:

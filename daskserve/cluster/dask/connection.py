@@ -25,7 +25,7 @@ from daskserve.cluster.channel.connect.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.dask.cluster import DaskCluster, ask_if_supervised, ask_supervisor
 from daskserve.cluster.dask.reconnect import identity_on, keep_connected
-from daskserve.cluster.dask.tasks import DaskTask, current_task
+from daskserve.cluster.dask.tasks import current_task
 from daskserve.cluster.dask.values import DaskTransfer
 from daskserve.cluster.distributed_internals import (
     actors_on,
@@ -260,9 +260,8 @@ class DaskConnection:
             "create a new distributed.Client, and start or connect with it."
         )
 
-    def current_task(self) -> DaskTask | None:
-        """Return the Dask task that the caller's code belongs to; None elsewhere."""
-        return current_task()
+    #: Returns the Dask task that the caller's code belongs to; None elsewhere.
+    current_task = staticmethod(current_task)
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the connection's own loop."""

@@ -19,7 +19,7 @@ class Handler:
     """Calls a function until `release`."""
 
     def __init__(self, operation: str, function: Callable[..., Any]) -> None:
-        #: What Dask reads of a handler.
+        #: The attributes of a handler that Dask reads.
         self.__name__ = operation
         self.__signature__ = inspect.signature(function)
         self._function: Callable[..., Any] | None = function

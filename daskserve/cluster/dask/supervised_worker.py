@@ -160,9 +160,9 @@ class SubprocessNanny(Nanny):
     scheduler
         The scheduler's address.
     worker_options
-        Of `distributed.Worker`.
+        The options of `distributed.Worker`.
     config
-        Of Dask, in the worker's process.
+        The configuration of Dask in the worker's process.
     """
 
     process: Any  # a `_Subprocess`, which Dask uses like its own

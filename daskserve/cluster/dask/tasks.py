@@ -33,7 +33,7 @@ _NAME = "daskserve-calls"
 #: wait so far, and for at least this time.
 STALL_FACTOR = 4
 STALL_S = 5.0
-#: At least this long, or the longest wait so far, if a task of another program waits for a thread.
+#: If a task of another program waits for a thread, this time suffices, or one longest wait if that is longer.
 FOREIGN_STALL_S = 0.2
 
 

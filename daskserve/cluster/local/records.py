@@ -16,7 +16,7 @@ from daskserve.telemetry.logs.settings import has_handlers
 
 
 class LocalRecords:
-    """Gives the records of actors their fields while a local cluster runs."""
+    """Collects the log records of the actors of local clusters."""
 
     def __init__(self) -> None:
         self._logs: WeakSet[ProcessLogs] = WeakSet()
@@ -29,12 +29,12 @@ class LocalRecords:
         self._intercept: CallHandlers = intercept
 
     def open(self) -> None:
-        """Begin; idempotent."""
+        """Begin to collect; idempotent."""
         if self._original is None:
             self._original = intercept_records(self._intercept)
 
     def close(self) -> None:
-        """Call handlers as before, and drop all records; idempotent."""
+        """Stop collecting, and drop all records; idempotent."""
         if self._original is not None:
             stop_intercepting(self._intercept, self._original)
         for each in self._logs:
@@ -42,7 +42,7 @@ class LocalRecords:
         self._logs.clear()
 
     def logs(self) -> ProcessLogs:
-        """Return the logs of one more worker."""
+        """Return the logs of a new worker."""
         found = ProcessLogs(default_level=None)
         known = ref(found)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -151,8 +150,8 @@ class Parent(NamedTuple):
 
     #: Returns a request to the parent, not sent yet, to the actor or purpose with this name.
     request: Callable[[str, Envelope], ActorRequest]
-    #: Returns the listening sockets that the parent has handed over under a name.
-    take_sockets: Callable[[str], list[socket.socket]]
+    #: Returns the file descriptors that the parent has handed over under a name.
+    take_files: Callable[[str], list[int]]
 
 
 class HostedActor(Source, Protocol):

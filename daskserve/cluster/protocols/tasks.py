@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class CurrentTask(Protocol):
     """The Dask task that the current code belongs to, in a thread of its worker or on its event loop."""
 
-    #: The task's key, as text.
+    #: The task's key, as a string.
     key: str
     #: Whether Dask released the task while it ran: its result is no longer needed.
     is_released: bool

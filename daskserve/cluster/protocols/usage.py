@@ -28,7 +28,8 @@ class UsageReport:
     grace_s : float
         How long the requests on retiring workers may take, in seconds.
     occupied : mapping
-        The amounts on each worker that Dask's tasks cannot use, by resource: threads as CPU, and resources.
+        The amounts on each worker that Dask's tasks cannot use, by resource; threads count as the resource
+        CPU.
     claimed : mapping
         The amounts of resources on each worker for which replicas wait, because tasks hold them.
     """

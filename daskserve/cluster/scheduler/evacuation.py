@@ -15,11 +15,12 @@ from typing import Any
 from distributed import Scheduler
 
 from daskserve.cluster.long_poll import WORKERS
+from daskserve.cluster.protocols.retirement import RetirementStatus
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import ControllerSupervisor, Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.common.formatting import shown
-from daskserve.common.types import InstanceName, RetirementStatus, WorkerAddress
+from daskserve.common.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 

@@ -18,8 +18,8 @@ SWEEP_S = 1.0
 class EndedTopics:
     """Removes the topics of instances that do not run.
 
-    A topic stays while it has listeners, because an unsubscription creates a removed topic again. So do
-    messages in flight. Therefore a sweep that finds a topic is repeated.
+    A topic stays while it has listeners, because an unsubscription creates a removed topic again. Messages in
+    flight create it again, too, so a sweep that finds a topic is repeated.
 
     Parameters
     ----------

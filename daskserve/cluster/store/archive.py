@@ -102,7 +102,7 @@ def read_store(url: str) -> StoreContents:
 
 
 def user_at(url: str, instances: Sequence[InstanceName]) -> str:
-    """Return the process that may use a store; empty if certainly none does."""
+    """Return the process that may still use a store; empty if no process uses it."""
     store = blocking_store(url, "default")
     if isinstance(store, FsspecStore):
         with translated_errors(store.url):

@@ -96,7 +96,7 @@ def instance_in(folder: str) -> InstanceName:
 
 
 def user_of(folder: Folder) -> str:
-    """Return the process that may use an instance's folder; empty if certainly none does."""
+    """Return the process that may still use an instance's folder; empty if no process uses it."""
     epochs = epochs_in(folder.names("epoch"))
     if not epochs:
         return ""

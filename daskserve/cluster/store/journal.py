@@ -1,4 +1,4 @@
-"""Encoding of the journal's objects, replay of a set of them, and the view of the result. Pure: no I/O.
+"""Encodes and decodes the journal's objects, and replays them in the right order. Pure: no I/O.
 
 A *change* is one commit; a *snapshot* is all records as of one change. Each is written once, under its
 position ``<epoch>-<number>``, and never rewritten. Every change names the position it builds on (``after``):

@@ -117,7 +117,7 @@ def connect(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
 
 
 def _keep_log(db: sqlite3.Connection) -> None:
-    """Leave it to the store when a connection writes the log back."""
+    """Let the store decide when a connection writes the log back."""
     db.execute("PRAGMA wal_autocheckpoint = 0")
     # SQLite does not shorten a log that it restarts. If the log stayed longer than ``LOG_BYTES``, every
     # change would write it back.

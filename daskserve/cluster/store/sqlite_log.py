@@ -7,9 +7,8 @@ Choice: the file itself records whether it is complete. Rows of ``daskserve_meta
 
 * ``promised`` and ``kept``. `mark` increases ``promised``, writes the log back to the file, and then
   increases ``kept`` in the log only. So in a file without its log, ``kept`` is less than ``promised``; with
-  the log, they are equal. A copy that
-  SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too. If it is made exactly while the log is
-  written back, it is refused even though it is complete.
+  the log, they are equal. A copy that SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too. If it
+  is made exactly while the log is written back, it is refused even though it is complete.
 * ``sealed``: `seal` has written everything back, so the file is complete, until the next change.
 * ``records`` and ``epochs``: how many records there are, and the sum of all epochs, as of the last change. A
   file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
@@ -116,7 +115,7 @@ def seal(db: sqlite3.Connection) -> None:
     db.execute(_SEAL)
     db.execute("COMMIT")
     _write_back(db)
-    # The next write starts a new log and syncs its header. It is made here, where no change waits for it.
+    # The next write starts a new log and syncs its header. This is done here because no change waits for it.
     db.execute(_TOUCH)
 
 

@@ -166,14 +166,14 @@ class BlockingStore(Protocol):
         Parameters
         ----------
         after
-            Claim only the epoch after this one; None claims the next one in any case.
+            Claim only the epoch after this one. None claims the next epoch, whatever the newest is.
         owner
             The instance that claims it, as a part of a file name; empty for none.
 
         Raises
         ------
         StaleEpochError
-            ``after`` is not the newest epoch. Of two that claim after the same one, one gets it.
+            ``after`` is not the newest epoch. If two processes claim after the same epoch, one of them fails.
         """
 
     def newest_claim(self, *, answers: bool = False) -> Claim:

@@ -268,15 +268,15 @@ class ChildProcess:
         """Call a verb of the child with plain values and, optionally, bytes and buffers of any size."""
         return await control_call(partial(self.request, 0), verb, message, payload)
 
-    def hand_over(self, name: str, sockets: Sequence[int]) -> None:
-        """Send the child descriptors of listening sockets; `Parent.take_sockets` returns them by name.
+    def hand_over(self, name: str, files: Sequence[int]) -> None:
+        """Send the child file descriptors; `Parent.take_files` returns them by name.
 
         Raises
         ------
         OSError
             The child has ended.
         """
-        socket.send_fds(self._sockets, [name.encode()], list(sockets), socket.MSG_DONTWAIT)
+        socket.send_fds(self._sockets, [name.encode()], list(files), socket.MSG_DONTWAIT)
 
     async def end(self) -> None:
         """Close the connection so that the process exits, kill it if it does not, and wait for its end."""

@@ -56,8 +56,8 @@ OOM_SCORE = 500
 Factory: TypeAlias = Callable[[StartThread, Parent], tuple[Dispatch, Callable[[], None]]]
 
 
-#: Maximum length of the name of sockets from the parent, and maximum number of sockets per name.
-NAME_BYTES, MAX_SOCKETS = 1024, 16
+#: Maximum length of the name of files from the parent, and maximum number of files per name.
+NAME_BYTES, MAX_FILES = 1024, 16
 
 
 class _Parent:
@@ -66,18 +66,20 @@ class _Parent:
     def __init__(self, sockets: socket.socket) -> None:
         self.address = f"parent://{os.getppid()}"
         self._sockets = sockets
-        self._taken: dict[str, list[socket.socket]] = {}
+        sockets.setblocking(False)
+        self._taken: dict[str, list[int]] = {}
         self.channel: Channel | None = None
 
     def request(self, name: str, envelope: Envelope) -> ActorRequest:
         assert self.channel is not None
         return self.channel.request(ActorAddress(name, self.address, 0), envelope)
 
-    def take_sockets(self, name: str) -> list[socket.socket]:
+    def take_files(self, name: str) -> list[int]:
         while name not in self._taken:
-            flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            sent, files, _, _ = socket.recv_fds(self._sockets, NAME_BYTES, MAX_SOCKETS, flags)
-            self._taken[sent.decode()] = [socket.socket(fileno=each) for each in files]
+            sent, files, _, _ = socket.recv_fds(self._sockets, NAME_BYTES, MAX_FILES)
+            for each in files:
+                os.set_inheritable(each, False)
+            self._taken[sent.decode()] = files
         return self._taken.pop(name)
 
 
@@ -191,7 +193,7 @@ async def _answer(
 ) -> None:
     transport = SocketTransport(pair, parent.address)
     transport.share(Segments(), begins=False)
-    dispatch, when_leaving = factory(main.start, Parent(parent.request, parent.take_sockets))
+    dispatch, when_leaving = factory(main.start, Parent(parent.request, parent.take_files))
     leave.open(when_leaving)
     channel = parent.channel = Channel(transport, dispatch, first_stream=1)
     await channel.serve()

@@ -67,12 +67,12 @@ class _QueuedRecord(NamedTuple):
     has_permit: bool
     tags: Tags
     kept: Entry
-    #: Whether it is a line that user code has printed, which no handler gets.
+    #: Whether the entry is a line that user code has printed, which no handler gets.
     is_print: bool = False
 
 
 class _Drain(NamedTuple):
-    """In the queue: lines of the access log wait, or an actor has stopped after logging all its records."""
+    """An entry of the queue: lines of the access log wait, or an actor has logged its last record."""
 
     gone: tuple[Any, ...]
 
@@ -95,7 +95,7 @@ class LogThread:
     ) -> None:
         self._max_records = max_records
         self.logs = ProcessLogs() if logs is None else logs
-        #: Keeps the last records for the status.
+        #: Keeps the last records of each replica for the status.
         self._recent = recent
         # Unlike the other queues, this one may be used by a destructor that runs within its own methods.
         self._queue: queue.SimpleQueue[_QueuedRecord | _Drain | threading.Event | None] = queue.SimpleQueue()

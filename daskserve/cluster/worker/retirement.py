@@ -19,10 +19,10 @@ from distributed import Worker
 
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.dask.cluster import ask_from_worker
+from daskserve.cluster.protocols.retirement import RetirementStatus
 from daskserve.cluster.worker.nannies import watch_nanny
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import RetirementStatus
 from daskserve.errors import ServeError
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.termination import begin_on, on_sigterm

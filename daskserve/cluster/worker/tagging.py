@@ -18,7 +18,7 @@ from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import PRINTED, Tags
 from daskserve.telemetry.tracing.current import current_trace_id
 
-#: Length at which a line that user code prints is cut.
+#: Maximum length of a printed line in the log; a longer line is truncated.
 MAX_LINE = 8192
 #: Maximum number of incomplete lines; beyond it, the oldest is written as it is.
 MAX_BEGUN = 1000
@@ -85,7 +85,7 @@ class TaggedOutput(io.TextIOBase):
         self._begun: dict[tuple[str, int], str] = {}
 
     def write(self, text: str) -> int:
-        """Write a text; lines of a replica get its name."""
+        """Write a string; lines of a replica get its name."""
         tags = current_tags()
         if tags is None:
             return self.stream.write(text)

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.backend.ranks import all_ranks_known
+from daskserve.control.decisions import endpoints as endpoint_state
+from daskserve.control.decisions import goals
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
     AppRecord,
@@ -23,8 +25,6 @@ from daskserve.control.records.records import (
     ReplicaRecord,
 )
 from daskserve.control.records.state import State
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.verbs import goals
 
 
 def awaited(

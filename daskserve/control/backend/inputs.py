@@ -56,8 +56,8 @@ class Step:
     kept : dict
         The notes about the replicas of an old version during a rollout, by their key.
     causes : dict
-        Why replicas end that should have run, by the key of their record. A key with ``leaving/`` instead of
-        the kind says why a replica leaves its worker.
+        Why replicas that should run have ended, by the key of their record. A key with ``leaving/`` instead
+        of the kind has the reason why a replica leaves its worker.
     """
 
     change: Change = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Step:
         )
 
     def note_death(self, replica: ReplicaRecord, death: DeadReplica) -> None:
-        """Record why a replica ended that should have kept running."""
+        """Record why a replica that should have kept running has ended."""
         self.notes.dead += (replace(death, version=replica.version),)
         self.causes[replica.key] = death.reason
 

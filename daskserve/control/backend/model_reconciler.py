@@ -15,6 +15,8 @@ from functools import partial
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, ReplicaTag, short_tag
+from daskserve.control.decisions.model_rollouts import advanced, followed
+from daskserve.control.decisions.rollout_plan import phase_began
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.model_decisions import (
     Folder,
@@ -30,8 +32,6 @@ from daskserve.control.records.records import BackendRecord, Change, ReplicaReco
 from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.writer import Writer
-from daskserve.control.verbs.model_rollouts import advanced, followed
-from daskserve.control.verbs.rollout_plan import phase_began
 from daskserve.errors import ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
 from daskserve.options.environment import ModelRepository

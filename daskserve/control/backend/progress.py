@@ -21,12 +21,12 @@ from daskserve.common.formatting import capitalized, counted, shown
 from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.decisions import goals
 from daskserve.control.observed.lifecycle import PLACED_STATES
 from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.records.config_ids import is_outdated
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs import goals
 from daskserve.errors import NoCapacityError, RequestTimeoutError, ServeError
 
 Replicas: TypeAlias = Mapping[ReplicaTag, ReplicaRecord]

@@ -115,8 +115,8 @@ def drainable(
     """Return the old replicas that may stop before new ones run, and whether new ones can use their room.
 
     No replica may stop while another one starts or stops, so that a failure does not reduce the number
-    further, or if the complete rollout would not fit. If enough new replicas already run, the rest of the old
-    ones may stop, even if the additional replicas that the load requires do not fit.
+    further. None may stop if the complete rollout would not fit. If enough new replicas already run, the rest
+    of the old ones may stop, even if the additional replicas that the load requires do not fit.
     """
     if any(each.state in TRANSIENT_STATES for each in replicas):
         return [], False

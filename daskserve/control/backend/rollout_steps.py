@@ -14,11 +14,11 @@ from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.backend.progress import is_holding
+from daskserve.control.decisions.rollout_plan import Decision, decide, phase_began
 from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState
 from daskserve.control.records.version_split import kept_tag, running_of, split_of, stable_of
-from daskserve.control.verbs.rollout_plan import Decision, decide, phase_began
 
 #: Interval at which the requests of both versions are compared.
 LOOK_S = 1.0
@@ -92,7 +92,7 @@ def _duration(inputs: StepInputs, rollout: RolloutState, notes: Notes) -> float:
 
 
 def lost(backend: BackendRecord, wall: float) -> BackendRecord:
-    """Return the record of a backend that has lost its goal, and therefore the records for a rollback."""
+    """Return a backend's record with its rollout completed, because the records for a rollback are lost."""
     rollout = backend.canary
     assert rollout is not None
     return replace(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from daskserve.control.decisions.backends import configured
 from daskserve.control.observed.observed import DeadReplica
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
-from daskserve.control.verbs.backends import configured
 from daskserve.errors import DeployError, ServeError
 from daskserve.payload.error_text import summary_of
 

@@ -23,6 +23,7 @@ from daskserve.control.backend.ranks import all_ranks_known, has_wrong_rank_info
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
 from daskserve.control.backend.steady_state import is_steady
+from daskserve.control.decisions import goals
 from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.observed.observed import DeadReplica, Notes
 from daskserve.control.placement import rebalancing as spreading
@@ -33,7 +34,6 @@ from daskserve.control.records.bundles import bundles_of
 from daskserve.control.records.config_ids import in_doubt, is_outdated
 from daskserve.control.records.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.scaling.recorded import autoscaling_of, bounds_of, scaled
-from daskserve.control.verbs import goals
 from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutError, RolloutError, ServeError
 
 #: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.

@@ -13,14 +13,14 @@ from typing import Any
 
 from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, GoalId
+from daskserve.control.decisions import applications as app_decisions
+from daskserve.control.decisions import endpoints as endpoint_state
+from daskserve.control.decisions import goals
+from daskserve.control.decisions.declaring import next_declaration
+from daskserve.control.decisions.target_capacity import set_target_capacity
 from daskserve.control.records.declared import ConfigRecord, Origin
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
-from daskserve.control.verbs import applications as app_verbs
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.verbs import goals
-from daskserve.control.verbs.declaring import next_declaration
-from daskserve.control.verbs.target_capacity import set_target_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, VersionConflictError
 
 #: The key of the applications in a configuration.
@@ -100,7 +100,7 @@ def apply(
     applied = Applied(change, record.number, leaving)
     for number, name in enumerate(leaving, goals.next_number(state)):
         applied.tags += state.apps.members(name)
-        deletion = app_verbs.delete(state, name, goal_id=new_goal(), by=origin.by, now=now, number=number)
+        deletion = app_decisions.delete(state, name, goal_id=new_goal(), by=origin.by, now=now, number=number)
         change.update(deletion.change)
     goals.sweep(state, change)
     change[record.key] = record

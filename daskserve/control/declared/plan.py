@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from daskserve.control.decisions import backends as backend_decisions
+from daskserve.control.decisions import endpoints as endpoint_state
+from daskserve.control.decisions.differences import CODE, Difference, differences
 from daskserve.control.declared.apply import CAPACITY, to_delete
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.verbs.differences import CODE, Difference, differences
 from daskserve.errors import ServeError
 from daskserve.options.fields.base import Effect
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
@@ -92,7 +92,7 @@ def _deployment(
     state: State, application: str, spec: DeploymentSpec, unloadable: Collection[str]
 ) -> dict[str, Any]:
     existing = state.backends.get(spec.spec.tag)
-    wanted = backend_verbs.deployed(
+    wanted = backend_decisions.deployed(
         state, spec.spec, now=0.0, application=application, member=spec, unloadable=unloadable
     )
     if existing is None or existing.is_deleting:

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, GoalId
+from daskserve.control.decisions import applications as app_decisions
+from daskserve.control.decisions import endpoints as endpoint_state
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import AppRecord, Change
 from daskserve.control.records.state import State
-from daskserve.control.verbs import applications as app_verbs
-from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.errors import ServeError
 from daskserve.options.specs import ApplicationSpec
 
@@ -65,7 +65,7 @@ def settled(
         else:
             specs[name], configs[name] = each, record
     try:
-        deployed = app_verbs.deploy(
+        deployed = app_decisions.deploy(
             state,
             list(specs.values()),
             new_goal=new_goal,

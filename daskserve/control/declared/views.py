@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskserve.control.decisions.failed_deploys import application_not_found
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import GoalState
 from daskserve.control.records.state import State
-from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.errors import NotFoundError
 
 

@@ -115,7 +115,7 @@ class Notes:
     failures : int
         Number of consecutive constructor failures without a goal.
     retry_at : float or None
-        The earliest time to start another replica after that.
+        The earliest time to start another replica after these failures.
     waiting : str or None
         The reason why replicas wait.
     full_since : float or None

@@ -1,14 +1,21 @@
 """Placement: which workers get a replica, or the bundles of a placement group or gang.
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
-requests of the replicas placed on it, and with the resources that Dask's tasks hold. A worker must be
-available and allowed, and must have room. It must not be one of the ``system_workers``, which are for the
-controller and the proxies, and its host must have fewer replicas than ``max_replicas_per_node``. Among these,
-the worker with the fewest replicas of the same backend wins, then the one whose host has the fewest. Next
-comes a worker without the controller and proxies, as long as it has fewer replicas than threads, and then the
-one with the fewest replicas, where a proxy or the controller counts as `SYSTEM_ACTOR_WEIGHT` replicas. With
-``placement="PACK"``, the most replicas win in each case, and a proxy or the controller is avoided first. Ties
-are resolved by address, so the result is repeatable.
+requests of the replicas placed on it, and with the resources that Dask's tasks hold.
+
+A worker must be available and allowed, and must have room. It must not be one of the ``system_workers``,
+which are for the controller and the proxies. Its host must have fewer replicas than
+``max_replicas_per_node``. These criteria, in this order, decide among the remaining workers:
+
+1. The worker has the fewest replicas of the same backend.
+2. Its host has the fewest replicas of the same backend.
+3. It has fewer replicas than threads, and neither the controller nor a proxy.
+4. It has fewer replicas than threads.
+5. It has the fewest replicas; the controller or a proxy counts as `SYSTEM_ACTOR_WEIGHT` replicas.
+
+With ``placement="PACK"``, the order is: the most replicas of the same backend on the worker, then on its
+host, then neither the controller nor a proxy, then the most replicas. Ties are resolved by address, so the
+result is repeatable.
 
 Bundles that are placed together, all or none, form one `Demand`; see
 `daskserve.control.placement.bin_packing`. A replica is one bundle, or those of its placement group; a gang is

@@ -3,7 +3,7 @@
 A version goes from LOADING to READY once all running replicas have it, or to FAILED with the first replica
 that cannot load it. The old default version serves until then, and for good after a failure. With a plan for
 rollouts, a version that will become the default is ROLLING_OUT between LOADING and READY; see
-`daskserve.control.verbs.model_rollouts`.
+`daskserve.control.decisions.model_rollouts`.
 """
 
 from __future__ import annotations

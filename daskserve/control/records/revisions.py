@@ -51,11 +51,11 @@ class RevisionRecord:
         The number of the revision that a rollback deployed again; 0 for other revisions.
     changes : list
         The differences from the previous revision: dicts with ``deployment``, ``what``, ``old`` and ``new``.
-        Texts for people, without secrets.
+        Strings for people, without secrets.
     reason : str
         Why it failed, or who replaced it.
     spec : bytes
-        The records of the application, as `daskserve.control.verbs.history.revisions` packs them.
+        The records of the application, as `daskserve.control.decisions.history.revisions` packs them.
     codes : dict
         The names of the codes of its deployments, by tag.
     config : bytes

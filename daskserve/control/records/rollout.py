@@ -33,7 +33,7 @@ class RolloutPhase(enum.StrEnum):
     ABORTED = "ABORTED"
 
     @property
-    def is_taken_back(self) -> bool:
+    def is_undone(self) -> bool:
         """Whether the old version has all traffic again."""
         return self in (RolloutPhase.ROLLED_BACK, RolloutPhase.ABORTED)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 MARK: Final = re.compile(r"\+[0-9a-f]{8}$")
-#: Users may not give such versions; see `daskserve.control.verbs.backends`.
+#: Users may not give such versions; see `daskserve.control.decisions.backends`.
 RESTARTS: Final = re.compile(r"~restart([0-9]+)$")
 
 

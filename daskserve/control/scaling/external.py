@@ -27,7 +27,7 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None) -> Backen
     return replace(backend, scaled_to=max(1, before.full_replicas), scalings=before.scalings)
 
 
-def taken_back(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
+def restored(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
     """Return the record to restore after a failed change, with the number set during the change."""
     return with_number_of(previous, failed) if failed.is_scaled_externally else previous
 

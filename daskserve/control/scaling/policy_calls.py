@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.autoscaling.groups import decide_together
-from daskserve.autoscaling.loading import load_policy
+from daskserve.autoscaling.policies import load_policy
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag

@@ -83,7 +83,7 @@ def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
     )
 
 
-def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> BackendRecord:
+def restored(previous: BackendRecord, failed: BackendRecord, wall: float) -> BackendRecord:
     """Return the record to restore after a failed change, with the number that the current load needs.
 
     If nothing has scaled the backend since, that is the number from before the change.
@@ -91,7 +91,7 @@ def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> B
     # These values belong to the whole instance, so the change does not include them.
     previous = replace(previous, capacity=failed.capacity, capacity_direction=failed.capacity_direction)
     if previous.is_scaled_externally:
-        return external.taken_back(previous, failed)
+        return external.restored(previous, failed)
     config = autoscaling_of(previous)
     if config is None and failed.autoscaling is None and not failed.is_scaled_externally:
         # An operator may have scaled it meanwhile.

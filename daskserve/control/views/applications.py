@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState, short_tag
 from daskserve.control.backend import application as app_state
+from daskserve.control.decisions import goals
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import AppRecord, BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs import goals
-from daskserve.control.views import views
+from daskserve.control.views import backends as backend_views
 from daskserve.control.views.messages import message_of, with_models
 
 #: The trigger of a deployment whose actor does not run.
@@ -113,7 +113,7 @@ def deployment_status(
         "replica_states": dict(Counter(replica_word(observed, backend, each) for each in facts.replicas)),
         "actor_of": backend.actor_of[0] if backend.actor_of else "",
         "message": message or (f"waits for {', '.join(map(short_tag, awaited))}" if awaited else ""),
-        "dead_replicas": views.dead_replicas(observed, backend.tag),
+        "dead_replicas": backend_views.dead_replicas(observed, backend.tag),
     }
 
 
@@ -145,7 +145,7 @@ class _Facts:
         self.is_short, self.is_over = running < backend.num_replicas, running > backend.num_replicas
         self.is_changing = backend.goal is not None and not goals.is_reached(backend, self.replicas)
         self.has_failures = observed.notes_of(backend.tag).failures > 0
-        self.is_replacing = views.is_replacing(observed, backend)
+        self.is_replacing = backend_views.is_replacing(observed, backend)
 
     @property
     def has_failed(self) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.common.copying import replace
+from daskserve.control.decisions import applications as app_decisions
+from daskserve.control.decisions import backends as backend_decisions
+from daskserve.control.decisions.failed_deploys import not_found
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs import applications as app_verbs
-from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.verbs.failed_deploys import not_found
 from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec
 
 
@@ -39,7 +39,7 @@ def stored_application(state: State, name: str) -> dict[str, Any]:
     NotFoundError
         There is no such application.
     """
-    app = app_verbs.known(state, name)
+    app = app_decisions.known(state, name)
     deployments = []
     for each, tag in app.deployments.items():
         backend, endpoint = state.backends[tag], state.endpoints.get(tag)
@@ -60,7 +60,7 @@ def stored_application(state: State, name: str) -> dict[str, Any]:
 def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
     code = state.codes.get(backend.code_key)
     # If the code is lost or damaged, the other values can still be listed.
-    return backend_verbs.spec_of(backend, b"" if code is None else code.code)
+    return backend_decisions.spec_of(backend, b"" if code is None else code.code)
 
 
 def _only(state: State, name: str) -> dict[str, BackendRecord]:

@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 from daskserve.common.types import Location, ReplicaState, short_tag
 from daskserve.config_file.masking import shown
+from daskserve.control.decisions.failed_deploys import application_not_found
 from daskserve.control.observed.observed import DeadReplica, Observed
 from daskserve.control.records.records import AppRecord, BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs.failed_deploys import application_not_found
+from daskserve.control.views.actors import proxy_state
 from daskserve.control.views.applications import application_status
 from daskserve.control.views.builds import with_builds
-from daskserve.control.views.views import proxy_state
 from daskserve.errors import BadRequestError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import spellings_of
@@ -203,7 +203,7 @@ def _deployment(
     named["max_ongoing_requests"] = backend.config.concurrency()
     config = {each: value for each, value in named.items() if value is not None}
     if "autoscaling_config" in config:
-        # Ray Serve's classes do not accept both numbers; target_num_replicas contains it.
+        # Ray Serve's classes do not accept both numbers; target_num_replicas has this one.
         del config["num_replicas"]
     return {
         "name": name,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.common.types import short_tag
+from daskserve.control.decisions import backends as backend_decisions
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import autoscaling_of, current_bounds
-from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views.messages import message_of
 
 
@@ -23,7 +23,7 @@ def explain(state: State, observed: Observed, name: str, now: float, wall: float
     NotFoundError
         There is no such backend or deployment.
     """
-    backend = backend_verbs.find(state, name)
+    backend = backend_decisions.find(state, name)
     tag = backend.tag
     config, bounds = autoscaling_of(backend), current_bounds(backend)
     decided = observed.scalings.get(tag)

@@ -13,7 +13,8 @@ from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import GoalState
 from daskserve.control.records.state import State
-from daskserve.control.views import views
+from daskserve.control.views import actors as actor_views
+from daskserve.control.views import backends as backend_views
 from daskserve.control.views.applications import application_word
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.table import MetricSample
@@ -86,7 +87,7 @@ def _deployments(instance: str, state: State, observed: Observed) -> list[Metric
         found += [
             ("deployment_wanted_replicas", labels, backend.num_replicas),
             ("deployment_replicas", (*labels, ReplicaState.RUNNING.value), running),
-            ("deployment_status", (*labels, views.status_word(observed, backend, running)), 1),
+            ("deployment_status", (*labels, backend_views.status_word(observed, backend, running)), 1),
         ]
     for (tag, replica_state), count in by_state.items():
         found.append(("deployment_replicas", (instance, tag, replica_state.value), count))
@@ -102,7 +103,7 @@ def _applications(instance: str, state: State, observed: Observed) -> list[Metri
 
 def _proxies(instance: str, state: State, observed: Observed) -> list[MetricSample]:
     return [
-        ("proxy_status", (instance, proxy.tag, views.proxy_state(proxy, observed)), 1)
+        ("proxy_status", (instance, proxy.tag, actor_views.proxy_state(proxy, observed)), 1)
         for proxy in list(state.proxies.values())
     ]
 

@@ -10,7 +10,8 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import current_bounds
-from daskserve.control.views import views
+from daskserve.control.views import actors as actor_views
+from daskserve.control.views import backends as backend_views
 from daskserve.control.views.applications import application_status, replica_word
 from daskserve.control.views.builds import with_builds
 from daskserve.control.views.rollouts import rollout_status
@@ -41,13 +42,13 @@ def overview(
     for name, status in applications.items():
         parts[f"{APPLICATION}{name}"] = _application(state, observed, name, status)
     classic = {
-        tag: {**views.backend_status(state, observed, each, wall), **_backend(state, observed, each)}
+        tag: {**backend_views.backend_status(state, observed, each, wall), **_backend(state, observed, each)}
         for tag, each in state.backends.items()
         if not each.application
     }
     if classic:
         parts[CLASSIC] = {"name": "", "deployments": classic}
-    # Sort the keys, so that equal parts give equal texts.
+    # Sort the keys, so that equal parts give equal strings.
     return {name: json.dumps(part, sort_keys=True, default=str) for name, part in parts.items()}
 
 
@@ -93,7 +94,7 @@ def _replica(observed: Observed, backend: BackendRecord, replica: ReplicaRecord)
         "pid": facts.get("pid"),
         "since": replica.moved_at,
         "is_old": replica.version != backend.version,
-        "message": views.replica_message(observed, replica.tag),
+        "message": actor_views.replica_message(observed, replica.tag),
         "models": _models(observed.multiplexed.of(replica.tag)),
     }
 

@@ -1,10 +1,11 @@
-"""The state of a backend that is published to routers. Pure."""
+"""The values that are published to routers. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from daskserve.common.types import WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -82,3 +83,8 @@ def _rollout(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict[s
         "new": _published(backend, new),
         **({"shadow": shadow if new else 0.0, "compare": plan.compare} if shadow else {}),
     }
+
+
+def published_system(state: State, controller: WorkerAddress) -> dict[str, list[WorkerAddress]]:
+    """Return the workers with proxies or the controller, as published for routers."""
+    return {"workers": sorted({controller, *state.proxies.workers})}

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from daskserve.common.formatting import counted, shown
+from daskserve.control.decisions.model_rollouts import evidence_of
+from daskserve.control.decisions.rollout_plan import findings, missing, planned_share
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
 from daskserve.control.records.model_decisions import rollouts_of, share_of
@@ -15,8 +17,6 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.records.version_split import running_of, split_of
-from daskserve.control.verbs.model_rollouts import evidence_of
-from daskserve.control.verbs.rollout_plan import findings, missing, planned_share
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import RolloutConfig, percent_of
 

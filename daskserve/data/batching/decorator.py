@@ -56,7 +56,7 @@ def batch(
     Each caller passes its own arguments and gets its own result. The function itself gets a list for each
     argument, and returns one result per item, in order. A result that is an exception is raised for its
     caller only; an exception that the function raises is raised for all callers. A cancelled call leaves its
-    batch. A batch that no call waits for is cancelled too.
+    batch. If all calls of a batch are cancelled, the batch is cancelled.
 
     An async generator function yields a list of results at each step. Each caller gets an async generator,
     which ends when its result is ``StopIteration`` (or ``StopAsyncIteration``).
@@ -71,16 +71,18 @@ def batch(
         Maximum number of calls in a batch; a full batch runs at once. Default: 10.
     batch_wait_timeout_s : float, optional
         Maximum time that the first call of a batch waits for others, in seconds. Default: 0.01. In a replica,
-        a batch starts earlier if the queue has as many calls as recent batches found, or as there are slots.
+        a batch starts earlier if the queue has as many calls as the replica has slots, or all calls that
+        recent batches lead it to expect.
     max_concurrent_batches : int
         Maximum number of batches of one instance that run at a time; further calls wait.
     batch_size_fn : callable, optional
-        Takes a list of first arguments and returns the size of their batch, such as the number of tokens. The
-        size is limited by ``max_batch_size``. A call that exceeds the limit alone raises `RuntimeError`.
+        Takes the list of the first arguments of calls, and returns the size of a batch of these calls, such
+        as the number of tokens. The size is limited by ``max_batch_size``. A call that exceeds the limit
+        alone raises `RuntimeError`.
     latency_target_s : float, optional
-        How long a call may take, in seconds. Batches then get the sizes and waits that answer most calls in
-        this time, and follow the load; ``max_batch_size`` (default: 1000) and ``batch_wait_timeout_s``
-        (default: this time) only bound them. Not for generators, and not with ``batch_size_fn``.
+        How long a call may take, in seconds. The sizes and waits of batches then adapt to the load, so that
+        most calls are answered in this time. ``max_batch_size`` (default: 1000) and ``batch_wait_timeout_s``
+        (default: this time) are upper bounds. Not for generators, and not with ``batch_size_fn``.
     preferred_batch_sizes : list of int
         Sizes for which the model is optimized, up to ``max_batch_size``. As soon as enough calls wait for one
         of them, a batch of the largest such size runs; other sizes run when the wait is over. Not with

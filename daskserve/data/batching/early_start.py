@@ -8,8 +8,8 @@ starts at once if no other batch runs and one of these conditions is true:
 2. The queue holds all requests that run in the replica, and no recent batch ended with more calls in the
    queue and in batches. The first batch always waits.
 
-Without the second half of 2, the first of 16 clients to get its answer would run alone, and the others after
-it. If the model takes as long for one call as for 16, this halves the throughput.
+Without the second half of condition 2, the first of 16 clients to get its answer would run alone, and the
+others after it. If the model takes as long for one call as for 16, this halves the throughput.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EarlyStart:
         waits_s : sequence of float
             How long each of its calls has waited.
         wait_s : float
-            How long the first had to wait.
+            Maximum wait of the first call.
         limit : int
             The size of a full batch; 0 if it is not a number of calls.
         """

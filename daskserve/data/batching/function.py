@@ -62,7 +62,7 @@ class _Item:
 
 RequestQueue = BatchQueue[_Item, Any]
 
-#: The attributes of coroutines, async generators and generators for their frame, and for the awaited object.
+#: The attributes of coroutines and generators that hold their frame, and the object that they await.
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
 _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 

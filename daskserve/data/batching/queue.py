@@ -88,7 +88,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
     Parameters
     ----------
     run : coroutine function
-        Takes a list of items and returns one result per item; an exception is raised for its item.
+        Takes a list of items and returns one result per item; a result that is an exception is raised for its
+        item.
     limits : BatchLimits
     max_running : int, optional
         Maximum number of batches that run at a time; further items wait. If it is 2 or more, the items of
@@ -159,7 +160,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self.remove(entry)
             raise
         finally:
-            del entry  # otherwise an error's traceback refers to this frame, and this frame to the error
+            del entry  # otherwise an error and this frame reference each other
 
     def add(self, item: ItemT, key: Hashable = None, priority: int = 0) -> BatchEntry[ItemT, ResultT]:
         """Add an item and return its entry, which holds its result.

@@ -78,7 +78,7 @@ class BatchStream:
                 try:
                     return outcome.result()
                 finally:
-                    # otherwise an error's traceback refers to this frame, and this frame to the error
+                    # otherwise an error and this frame reference each other
                     del outcome
             self._changed.clear()
             await self._changed.wait()

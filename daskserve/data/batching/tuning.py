@@ -25,7 +25,7 @@ from daskserve.data.batching.limits import BatchLimits
 WAITS: Sequence[float] = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0)
 #: The share of the target that a batch may take, which leaves room for noise.
 SHARE = 0.9
-#: The least share of the target for the longest wait; callers that send at the same time wait much less.
+#: The longest wait is at least this share of the target; callers that send at the same time wait much less.
 LEAST_SLACK = 0.1
 #: Weight of older batches in the fit, per batch.
 DECAY = 0.97
@@ -121,7 +121,7 @@ class BatchTuner:
         self._max_running = max_running
         self._times = ServiceTimes()
         self._running = 0
-        #: The maximum number of items that waited and ran at once: in this period and the one before.
+        #: The maximum number of items that waited or ran at a time: in this period and in the previous one.
         self._peak = self._peak_before = 0
         self._wait = 0
         self._trial: int | None = None

@@ -10,10 +10,10 @@ from daskserve.errors import RequestCancelledError
 from daskserve.internals.ipython import in_cell
 from daskserve.loops.event_loop import running_loop
 
-#: Blocks this thread for up to the given seconds, None for no limit; returns whether the wait ended before.
+#: Blocks this thread for at most the given seconds (None: no limit); returns False at the timeout.
 Wait: TypeAlias = Callable[[float | None], bool]
 
-#: How long a Dask task waits before it frees its thread for other tasks, which costs more than a short call.
+#: How long a Dask task waits before it frees its thread for others. Freeing costs more than a short call.
 BRIEF_S = 0.005
 #: Interval at which a task that may not free its thread yet tries again.
 ASK_S = 0.05

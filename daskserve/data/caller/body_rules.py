@@ -36,7 +36,7 @@ class BodyLimits:
         return math.inf if self._unknown else max(self._max_bytes.values(), default=0)
 
     def watched(self, key: str, note: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a watcher of an endpoint or backend that records its size after calling ``note``."""
+        """Return a watcher of an endpoint or backend; it calls ``note``, then records its size."""
 
         def update(value: Mapping[str, Any] | None) -> None:
             note(value)

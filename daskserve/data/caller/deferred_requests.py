@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-#: Maximum number of these requests in the replica's own queue: enough to fill its slots at once, and few
-#: enough for the requests of other processes.
+#: Maximum number of deferred requests in the replica's own queue. They fill free slots at once, and leave
+#: room for the requests of other processes.
 MAX_SENT = 8
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: Longer names of sessions are cut.
+#: Longer names of sessions are truncated.
 MAX_SESSION = 1024
 
 

@@ -50,7 +50,7 @@ def multiplexed(
     The function takes the id of a model and returns the model. A call with an id whose model is loaded
     returns it at once. Otherwise the function loads it; calls with the same id wait for that one load, and
     calls with other ids do not wait for it. If the replica holds ``max_num_models_per_replica`` models, the
-    one that was used least recently is unloaded first, or one that is used far less than that. A model that a
+    least recently used model is unloaded first, or another one that is used far less often. A model that a
     running request uses is not unloaded. Requests for a model go to a replica that has it, if one has room.
 
     Unloading calls the model's ``__del__``, ``aclose`` or ``close``, once. An ``async def`` is awaited; a

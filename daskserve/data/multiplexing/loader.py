@@ -278,7 +278,7 @@ class ModelLoader:
             logger.error("Model %r of %s was not loaded: %r", short_id(load.entry.id), self.name, error)
         if error is None and not is_kept:
             await self._call_unload(load.entry.id, model)
-        del error, model  # otherwise an error's traceback refers to this frame, and this frame to the error
+        del error, model  # otherwise an error and this frame reference each other
         await self._unload_all(surplus)
         self._watch_idle()
 

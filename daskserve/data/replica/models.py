@@ -154,14 +154,14 @@ class ReplicaModels(Models):
     async def _load_missing(
         self, executor: UserExecutor, servable: Servable, wanted: Mapping[str, Any]
     ) -> None:
-        tries = {
+        attempts = {
             (name, version): int(attempt)
             for name, each in wanted.items()
             for version, attempt in each["versions"].items()
         }
-        known = {f"{name}/{version}" for name, version in tries}
+        known = {f"{name}/{version}" for name, version in attempts}
         self._errors = {key: each for key, each in self._errors.items() if key in known}
-        for (name, version), attempt in tries.items():
+        for (name, version), attempt in attempts.items():
             key = f"{name}/{version}"
             if version in self._loaded.versions.get(name, {}):
                 continue

@@ -47,7 +47,7 @@ class Replica:
     Parameters
     ----------
     place : type, optional
-        The `UserCode` to make: where user code runs.
+        The class of `UserCode`, which decides where user code runs.
     """
 
     #: Whether this replica consumes tasks if its code is a task consumer; a replica in a child process leaves
@@ -142,8 +142,9 @@ class Replica:
     ) -> None:
         """Apply changed options without a restart.
 
-        The user's ``reconfigure`` is called if ``user_config`` has changed, or the rank if it takes one.
-        Meanwhile the replica takes no requests, so that none sees an incomplete change.
+        The user's ``reconfigure`` is called if ``user_config`` has changed. If it takes the rank, it is also
+        called when the rank has changed. Meanwhile the replica takes no requests, so that none sees an
+        incomplete change.
 
         Parameters
         ----------
@@ -192,7 +193,7 @@ class Replica:
 
     @verb
     async def statistics(self) -> dict[str, Any]:
-        """Return the replica's counts; those that end in ``_total`` never decrease."""
+        """Return the replica's counts; counts whose names end in ``_total`` never decrease."""
         load = self.load()
         own = {
             "replica_tag": self._start.replica_tag,

@@ -57,9 +57,10 @@ BUSY_PAUSE_S = 0.2
 class TaskSlots:
     """Computes how many tasks a replica may run beside its requests.
 
-    Requests come first, but constant requests would leave no slot at all. So once tasks have had fewer slots
-    than their share for `SHORT_S`, they wait for slots of that share like requests, in the order of their
-    waiting times. If the share covers all slots, only requests get slots for `SHORT_S` after each task.
+    Requests come first. But a constant stream of requests would leave no slot for tasks. So once tasks have
+    had fewer slots than their share for `SHORT_S`, they wait for slots of that share like requests, in the
+    order of their waiting times. If the share covers all slots, only requests get slots for `SHORT_S` after
+    each task.
     """
 
     def __init__(self, share: float) -> None:
@@ -67,7 +68,7 @@ class TaskSlots:
         self._short_since: float | None = None
 
     def __call__(self, concurrency: int, ongoing: int, running: int, now: float) -> int:
-        """Return the number, given the slots, the taken slots, and the tasks that run or wait for a slot."""
+        """Return how many tasks may run or wait; ``running`` is how many of them do so now."""
         left = max(0, concurrency - max(0, ongoing - running))
         least = max(1, int(self._share * concurrency)) if self._share else 0
         if running and least >= concurrency:

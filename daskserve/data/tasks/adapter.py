@@ -168,9 +168,9 @@ def made_adapter(config: TaskProcessorConfig) -> TaskProcessorAdapter:
     Raises
     ------
     ValueError
-        It cannot be imported.
+        The class cannot be imported.
     TypeError
-        It is no adapter.
+        The class is not an adapter.
     """
     path = config.adapter_path
     kind = import_definition(path) if isinstance(path, str) else path

@@ -6,7 +6,7 @@ daskserve's own queues, a task with an id may run more than once, and a waiting 
 consumer gets it.
 
 A Celery worker usually owns its process: it handles signals, and its event loop is global. Replicas may share
-a process, so this worker does neither.
+a process, so this worker handles no signals and does not use the global loop.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         self._app, self._letters = app, _Letters(self.config, app)
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
-        """Add a handler; it is tried again as ``max_retries`` says."""
+        """Add a handler; its failed tasks are retried up to ``max_retries`` times."""
         errors = importlib.import_module("celery.exceptions")
         options: dict[str, Any] = {
             "autoretry_for": (Exception,),
@@ -139,9 +139,9 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         Parameters
         ----------
         id, delay_s, at, priority
-            As for queues of daskserve's own, but an id does not make a task run once.
+            As in `DurableAdapter.enqueue_task_sync`, but a task with an ``id`` may run more than once.
         **options
-            Others are those of Celery's ``send_task``.
+            Further options of Celery's ``send_task``.
         """
         id = options.pop("id", None) or options.pop("task_id", None) or str(uuid.uuid4())
         sent: dict[str, Any] = {"queue": self.config.queue_name, "task_id": id}
@@ -302,7 +302,7 @@ def _celery() -> Any:
 
 
 def _thread_pool(app: Any) -> type[Any]:
-    """Return Celery's pool of threads, with the application as the current one of each thread."""
+    """Return Celery's pool of threads; the application is the current one in each thread."""
     base = importlib.import_module("celery.concurrency.thread").TaskPool
 
     def start(pool: Any, *args: Any, **options: Any) -> None:

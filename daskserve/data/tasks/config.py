@@ -172,7 +172,7 @@ _ADAPTERS: Mapping[type, str] = {
 
 
 class TaskSchedule(Options):
-    """A task that is submitted at regular times, once at each time regardless of the number of consumers."""
+    """A task that is submitted on a schedule: once at each time, regardless of the number of consumers."""
 
     task: str = Field(min_length=1, description="The handler.")
     cron: str | None = Field(

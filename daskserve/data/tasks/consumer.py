@@ -3,9 +3,11 @@
 A consumer runs on one event loop; queues block, so they are called in threads. Its loops are independent of
 each other, and each one continues after the queue was unreachable:
 
-- one takes as many tasks as there is room for; - one writes how tasks ended, many tasks in one step; - one
-renews leases, and finds tasks that were cancelled or given to another consumer; - one finds tasks of lost
-consumers, and removes tasks that ended long ago; - one creates the tasks of schedules.
+- one takes as many tasks as there is room for;
+- one writes how tasks ended, many tasks in one step;
+- one renews leases, and finds tasks that were cancelled or given to another consumer;
+- one finds tasks of lost consumers, and removes tasks that ended long ago;
+- one creates the tasks of schedules.
 
 The end of a task counts once it is written. If a consumer is killed before, the task runs again elsewhere.
 """
@@ -41,11 +43,11 @@ T = TypeVar("T")
 CANCEL_POLL_S = 0.5
 #: How often a consumer looks for lost tasks and counts the tasks of the queue.
 UPKEEP_S = 1.0
-#: The pause after a consumer has taken all tasks, so that it takes the next ones together.
+#: The pause after a consumer has taken all tasks. It then takes the tasks that arrived meanwhile together.
 GATHER_S = 0.02
-#: How many tasks are found lost, or forgotten, in one step.
+#: Maximum number of lost tasks that one step recovers, and of old tasks that one step removes.
 BATCH = 500
-#: The longest wait before a queue that cannot be reached is tried again.
+#: Maximum pause before the next attempt to reach a queue.
 MAX_PAUSE_S = 5.0
 
 

@@ -160,7 +160,7 @@ class DurableAdapter(TaskProcessorAdapter):
         return _changed(self, task_id, cancelled).is_cancelled
 
     def retry_task_sync(self, task_id: str) -> TaskResult:
-        """Queue a task again that has failed, was cancelled, or could not run."""
+        """Queue again a task that has failed, was cancelled, or could not run."""
         return result_of(_changed(self, task_id, lambda task: states.requeued(task, time_of_day())))
 
     def get_metrics_sync(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class DurableAdapter(TaskProcessorAdapter):
         return {**counts, "waiting": stats.waiting, "running": stats.running, "oldest_s": stats.oldest_s}
 
     def health_check_sync(self) -> list[dict[str, Any]]:
-        """Return that the queue answers, or raise `TaskQueueError`."""
+        """Return the health of the queue; raise `TaskQueueError` if the queue does not answer."""
         self.get_metrics_sync()
         return [{self._name: {"ok": "pong"}}]
 

@@ -255,7 +255,7 @@ def _shown(found: TaskResult) -> dict[str, Any]:
 
 
 def _in_json(value: Any) -> Any:
-    """Return a value in types that JSON has; a text about one that has no end, or too many levels."""
+    """Return a value in types that JSON has; a value with too many levels, or a cycle, becomes a string."""
     try:
         return _plain(value)
     except RecursionError:

@@ -37,7 +37,7 @@ def load(data: bytes) -> Any:
 
 
 def checked_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a task; raise `BadRequestError` if they are no list and dict, or None."""
+    """Return the arguments of a task; raise `BadRequestError` unless they are a list and a dict, or None."""
     args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
     if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
         raise BadRequestError(f"args is {args!r:.100}; give a list of arguments")
@@ -101,7 +101,7 @@ def _canonical(value: Any) -> str:
 
 
 def error_text(summary: str, traceback: str) -> str:
-    """Return an error as the text that a queue stores."""
+    """Return an error as the string that a queue stores."""
     text = f"{summary}{_BREAK}{traceback}"[:MAX_ERROR]
     # File names may contain surrogates, which no queue can store.
     return text.encode("utf-8", "backslashreplace").decode()

@@ -26,7 +26,7 @@ from daskserve.loops.tasks import TaskSet
 
 logger = logging.getLogger("daskserve.sources")
 
-#: The attribute of an object with its readers.
+#: The attribute of an object that holds its readers.
 READERS = "__daskserve_readers__"
 #: Number of items that are handled at a time outside of a replica.
 OUTSIDE = 10

@@ -20,7 +20,7 @@ MAX_BACKOFF_S = 60.0
 
 
 class TaskState(enum.StrEnum):
-    """The state of a task, with the names of Celery, which programs for Ray Serve compare with."""
+    """The state of a task, with the names of Celery, because programs for Ray Serve use these names."""
 
     #: Waits for a consumer, or for its time.
     QUEUED = "PENDING"

@@ -62,7 +62,7 @@ class Masked:
 
 
 def as_bytes(value: Any) -> Any:
-    """Return a text such as ``"2GB"``, as Dask reads it, as a number of bytes; other values unchanged."""
+    """Return the number of bytes in a string such as ``"2GB"``, parsed as by Dask; other values unchanged."""
     if not isinstance(value, str):
         return value
     from dask.utils import parse_bytes  # takes 0.1 s to import, and child processes do not need it
@@ -100,7 +100,7 @@ ByteCount = Annotated[
 ]
 #: The type of an option that holds a secret or a reference to one; see `daskserve.options.fields.secrets`.
 Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
-#: The type of an option that is an amount of a resource: neither a text nor a bool.
+#: The type of an option that is an amount of a resource: neither a string nor a bool.
 Amount = Annotated[float, BeforeValidator(_as_number)]
 
 

@@ -50,7 +50,7 @@ def share_or_number(value: Any, replicas: int, rounded: Literal["up", "down"] = 
     Raises
     ------
     ValueError
-        It is neither a whole number from 0 on nor a percentage such as ``"25%"``.
+        The value is neither a whole number from 0 on nor a percentage such as ``"25%"``.
     """
     number = as_whole(value)
     if number is not None and number >= 0:

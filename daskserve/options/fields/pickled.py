@@ -1,4 +1,4 @@
-"""Functions as the values of options: in records and messages, they are text."""
+"""Functions as the values of options; in records and messages, they are strings."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A reference is ``{"env": "NAME"}``, a variable in the environment of the process that uses the secret, or
 ``{"file": "/path"}``, a file on its machine, as Kubernetes and Docker mount secrets. Records, start messages
-and configuration then hold only the reference. It is a mapping because any text may be a password.
+and configuration then hold only the reference. It is a mapping because any string may be a password.
 
 This module does not import pydantic, because proxies do not.
 """

@@ -32,7 +32,8 @@ def check_part_name(name: Any, what: str) -> None:
         raise TypeError(f"{what} must be a string, got {name!r}")
     if not name:
         raise BadRequestError(f"{what} must not be empty")
-    # They would act on the terminal of who looks at the status, and half a surrogate pair cannot be stored.
+    # Control characters would act on a terminal that shows the status, and half a surrogate pair cannot be
+    # stored.
     if any(unicodedata.category(each) in ("Cc", "Cs") for each in name):
         raise BadRequestError(f"{what} must not have control characters, got {name!r}")
 

@@ -4,8 +4,8 @@ Problem: a thread that formats lines takes the interpreter lock from the event l
 long, because the objects of ended requests have left the processor's caches.
 
 Choice: the caller that adds the last line of a batch formats the batch at once, while it is in the caches.
-The log thread only joins and writes texts; it also formats the rest when no more lines arrive. Adding a line
-never waits for a file or for another thread.
+The log thread only joins and writes formatted lines; it also formats the rest when no more lines arrive.
+Adding a line never waits for a file or for another thread.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AccessLines(Generic[Target]):
         self._wake()
 
     def take(self) -> tuple[Mapping[Target, Sequence[str]], Sequence[AccessLine]]:
-        """Return the waiting texts by destination, and the lines for handlers."""
+        """Return the formatted lines by destination, and the lines for handlers."""
         with self._formatting:
             self._format()
             ready, lines = self._ready, self._for_handlers

@@ -31,7 +31,7 @@ from daskserve.telemetry.logs.settings import LogSettings
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
 _OURS = frozenset((*TAG_NAMES, "component_name"))
-#: The texts of milliseconds.
+#: The milliseconds as strings.
 _THREE = tuple(f"{number:03d}" for number in range(1000))
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
@@ -55,7 +55,7 @@ def place_of(application: str, deployment: str, replica: str) -> str:
 
 
 def without_control(text: str) -> str:
-    """Return a text without control characters for terminals; line breaks and tabs stay."""
+    """Return a string without control characters for terminals; line breaks and tabs stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

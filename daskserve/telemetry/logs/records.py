@@ -2,7 +2,7 @@
 
 Both are created in the code that logs, or on the loop of a proxy. Creating one takes less than a microsecond,
 because the text is formatted later. Until then, a line of the access log is a plain tuple: Python's garbage
-collector stops tracking plain tuples of texts and numbers, but visits instances of `Access` at each
+collector stops tracking plain tuples of strings and numbers, but visits instances of `Access` at each
 collection. A busy proxy has so many lines that full collections would delay its requests.
 """
 
@@ -87,7 +87,7 @@ class Entry:
         msg, args = record.msg, record.args
         size = len(msg) if type(msg) is str else MAX_TEXT + 1
         for each in args if type(args) is tuple else (args,) if args else ():
-            # Other values could be large or change, so only their text is kept.
+            # Other values could be large or change, so only their ``str()`` is kept.
             size += len(each) if type(each) is str else 0 if type(each) in _NUMBERS else MAX_TEXT + 1
         if size > MAX_TEXT:
             msg, args = message_text(msg, args), None
@@ -99,7 +99,7 @@ class Entry:
         #: The name of the exception's class, until the traceback is formatted.
         kind = record.exc_info[0] if record.exc_info else None
         self.exception = (record.exc_text or "")[-MAX_TEXT:] or ("" if kind is None else kind.__name__)
-        #: The total length of the entry's texts.
+        #: The total length of the entry's strings.
         self.size = size + len(self.exception)
 
     @property
@@ -154,7 +154,7 @@ class Access(NamedTuple):
     target : bytes
         The path with its query as the client sent it, or the name of the method that was called.
     status : int
-        Of HTTP; for a call 200 if it returned, 500 if it raised, and 499 if it was cancelled.
+        The HTTP status; for a call 200 if it returned, 500 if it raised, and 499 if it was cancelled.
     backend : str
         The tag of the deployment.
     proxy : str
@@ -184,7 +184,7 @@ class Access(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The target as text that can be printed."""
+        """The target as a printable string."""
         return printable(self.target)
 
     @property

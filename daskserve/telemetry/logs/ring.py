@@ -14,7 +14,7 @@ from typing import Any
 from daskserve.common.clock import time_of_day
 from daskserve.telemetry.logs.records import Access, AccessLine, Entry, Plain, Tags
 
-#: Maximum number of records that a process keeps, and approximate maximum size of their texts.
+#: Maximum number of records that a process keeps, and approximate maximum size of their strings.
 MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
 #: The size of an entry without its text.
 _OVERHEAD = 400
@@ -36,7 +36,7 @@ class Query:
     level : str
         The lowest level.
     grep : str
-        A text that the message or the traceback contains.
+        A string that the message or the traceback contains.
     limit : int
         Maximum number of records; the newest are selected, or the oldest if ``after`` is given.
     instance : str

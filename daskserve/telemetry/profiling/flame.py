@@ -202,5 +202,5 @@ def flame_page(profile: Mapping[str, Any]) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return a text for markup, without characters that XML does not have."""
+    """Return a string for markup, without characters that XML does not have."""
     return escape("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text))

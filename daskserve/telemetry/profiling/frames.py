@@ -38,8 +38,9 @@ def user_call(frame: FrameType | None) -> FrameType | None:
 class UserFrames:
     """Finds where user code begins on many stacks; it caches its findings by code object.
 
-    Code that asyncio or daskserve calls is user code. In a thread that user code has started, the thread's
-    function is user code. The main module of a process is not, because nothing calls it.
+    The first other code that asyncio or daskserve calls is user code. In a thread that user code has started,
+    the thread's function is user code. The main module of a process is not user code, because nothing calls
+    it.
     """
 
     def __init__(self) -> None:

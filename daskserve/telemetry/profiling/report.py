@@ -17,7 +17,7 @@ Table: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a share as a text."""
+    """Return a share as a string."""
     return f"{100 * part / whole:.1f}%" if whole else "0.0%"
 
 

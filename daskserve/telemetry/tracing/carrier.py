@@ -1,6 +1,6 @@
 """The trace context of a request, as in W3C headers and as sent between processes.
 
-It is a short list of texts in the request's head: ``traceparent``, ``tracestate`` and ``baggage``, as in
+It is a short list of strings in the request's head: ``traceparent``, ``tracestate`` and ``baggage``, as in
 https://www.w3.org/TR/trace-context/ and https://www.w3.org/TR/baggage/. A request without a trace has no such
 key. This module needs no OpenTelemetry.
 """
@@ -83,7 +83,7 @@ def parent_in(carrier: Carrier) -> Parent:
 
 
 def traceparent(parent: Parent) -> str:
-    """Return the text of a ``traceparent``; empty if there is no parent."""
+    """Return a ``traceparent``; empty if there is no parent."""
     if not parent.trace_id:
         return ""
     return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.flags & 0xFF:02x}"

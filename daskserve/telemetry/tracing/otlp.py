@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Sizes of the two caches of encoded attributes: keys with the length of their text, and keys with their
 #: number.
 MAX_KEPT = 4096
-#: The numbers of fields that are texts or messages, with the wire type 2.
+#: The numbers of fields that are strings or messages, with the wire type 2.
 _STATE, _NAME, _ATTRIBUTE, _STATUS, _SPAN = b"\x1a", b"\x2a", b"\x4a", b"\x7a", b"\x12"
 _KIND = 0x30
 #: The fields of fixed length, each after its number: flags, start and end, the ids of the trace and the span.

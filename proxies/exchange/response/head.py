@@ -246,7 +246,7 @@ def _length_line(length: int) -> bytes:
     return b"\r\ncontent-length: %d\r\n\r\n" % length
 
 
-#: The ends of the heads before small bodies, by length.
+#: The ends of heads, cached by the length of a small body.
 _LENGTHS = tuple(map(_length_line, range(1000)))
 
 

@@ -15,6 +15,7 @@ from daskserve.cluster.channel.connect.comm_transport import CommTransport
 from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.streams import WINDOW_BYTES
+from daskserve.cluster.channel.wire.frames import OPEN
 from daskserve.common.types import (
     ActorAddress,
     Envelope,
@@ -176,6 +177,17 @@ async def test_a_small_exchange_takes_two_frames_out_and_one_back() -> None:
     async with connected(echo) as pair:
         await pair.ask(client)
         assert [len(comm.written) for comm in pair.comms] == [2, 1]
+
+
+async def test_an_answer_that_has_ended_is_granted_no_credit() -> None:
+    async def large(receive: Receive, send: Send) -> None:
+        await send(body(bytes(WINDOW_BYTES * 3 // 4), more=False))
+
+    client = Client()
+    async with connected(large) as pair:
+        await pair.ask(client)
+        await asyncio.sleep(1)
+        assert [frame[0] for frame in pair.comms[0].written] == [OPEN]
 
 
 async def test_messages_of_one_loop_iteration_share_a_frame() -> None:

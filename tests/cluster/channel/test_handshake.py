@@ -78,7 +78,7 @@ async def test_an_end_with_another_secret_is_a_stranger() -> None:
         assert far.is_aborted
 
 
-async def test_a_worker_that_knows_no_secret_lets_nobody_in() -> None:
+async def test_a_worker_without_a_secret_admits_no_connection() -> None:
     near, far = connected()
     admitting = asyncio.create_task(Admission(Keyring()).admit(far))
     with pytest.raises(UntrustedPeerError):

@@ -52,12 +52,12 @@ class Network:
         #: How long a direct dial takes; None if nothing answers, so that it goes through the scheduler.
         self.dial_s: float | None = 0.0
         self.dials: list[tuple[str, float]] = []
-        self.told: list[Reachability] = []
+        self.received: list[Reachability] = []
         self.far = ChannelPool(self._answer, self._dial, kept=KeptResults(WORKER))
         self.pool = ChannelPool(
             self._answer, self._dial, connect_directly=self._dial_directly, retry_direct_s=8.0
         )
-        self.pool.watchers.append(lambda worker, route: self.told.append(route))
+        self.pool.watchers.append(lambda worker, route: self.received.append(route))
         self.go = asyncio.Event()
         self.answer: Payload = Payload(b"done")
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,27 +128,27 @@ async def network() -> AsyncIterator[Network]:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_worker_that_does_not_answer_the_dial_at_once_is_told_and_dialled_on(
+async def test_a_worker_that_does_not_answer_the_dial_at_once_is_reported_and_dialled_on(
     network: Network,
 ) -> None:
     network.dial_s = 3.0
     with pytest.raises(ActorLostError, match=r"not answer within 0\.25 s") as caught:
         await network.pool.connect(WORKER, 0.25)
     assert (caught.value.begun, caught.value.is_disconnected) == (False, True)
-    assert network.told == [Reachability.NONE]
+    assert network.received == [Reachability.NONE]
     await network.pool.connect(WORKER)
-    assert network.told == [Reachability.NONE, Reachability.DIRECT]
+    assert network.received == [Reachability.NONE, Reachability.DIRECT]
     assert network.dials == [(WORKER, 0.0)]
     assert network.pool.route_to(WORKER) is Reachability.DIRECT
 
 
-async def test_a_lost_connection_is_told(network: Network) -> None:
+async def test_a_lost_connection_is_reported(network: Network) -> None:
     request = network.request()
     await asyncio.sleep(1)
     network.far.abort()
     with pytest.raises(ActorLostError, match="was lost"):
         await request
-    assert network.told == [Reachability.DIRECT, Reachability.NONE]
+    assert network.received == [Reachability.DIRECT, Reachability.NONE]
     assert network.pool.route_to(WORKER) is None
 
 
@@ -159,7 +159,7 @@ async def test_breaking_off_fails_what_is_under_way(network: Network) -> None:
     with pytest.raises(ActorLostError) as caught:
         await request
     assert caught.value.begun, "user code may have seen it"
-    assert network.told[-1] is Reachability.NONE
+    assert network.received[-1] is Reachability.NONE
 
 
 async def test_a_direct_channel_is_tried_again_with_growing_pauses_and_replaces_the_relayed_one(
@@ -168,12 +168,12 @@ async def test_a_direct_channel_is_tried_again_with_growing_pauses_and_replaces_
     network.dial_s = None
     request = network.request()
     await asyncio.sleep(24)
-    assert network.told == [Reachability.SCHEDULER]
+    assert network.received == [Reachability.SCHEDULER]
     assert list(network.pool.relayed) == [WORKER]
     assert [at for _, at in network.dials] == [1, 3, 7, 15, 23]
     network.dial_s = 0.0
     await asyncio.sleep(8)
-    assert network.told == [Reachability.SCHEDULER, Reachability.DIRECT]
+    assert network.received == [Reachability.SCHEDULER, Reachability.DIRECT]
     assert network.pool.route_to(WORKER) is Reachability.DIRECT
     assert not list(network.pool.relayed)
     # What was under way ends on the detour, which is then closed.
@@ -205,7 +205,7 @@ async def test_a_worker_that_left_is_not_dialled_again(network: Network) -> None
     network.pool.drop(WORKER)
     await asyncio.sleep(60)
     assert network.dials == []
-    assert network.told == [Reachability.SCHEDULER]
+    assert network.received == [Reachability.SCHEDULER]
 
 
 async def hang(*_: Any) -> Any:

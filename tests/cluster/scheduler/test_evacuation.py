@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from daskserve.cluster.protocols.retirement import RetirementStatus
 from daskserve.cluster.scheduler.evacuation import EVACUATION_S, REPLACING_SHARE, Evacuations
-from daskserve.common.types import RetirementStatus
 
 pytestmark = pytest.mark.virtual_time
 
@@ -25,7 +25,7 @@ class Cluster:
         self.admitted: list[str] = []
         self.retired: list[tuple[float, dict[str, Any]]] = []
         #: Which workers the controllers were told to leave, and when.
-        self.told: list[tuple[float, list[str]]] = []
+        self.received: list[tuple[float, list[str]]] = []
         self.replaced: list[str] = []
         self.left: list[str] = []
         self.scheduler = SimpleNamespace(workers=dict.fromkeys(workers))
@@ -59,7 +59,7 @@ class Cluster:
     def _publish(self, instance: str, message: Mapping[str, Any]) -> None:
         self.left += message["left"]
         if "retiring" in message:
-            self.told.append((self.loop.time(), message["retiring"]))
+            self.received.append((self.loop.time(), message["retiring"]))
 
     async def _release(self, worker: str) -> None:
         self.released.append(self.loop.time())
@@ -100,7 +100,7 @@ async def test_a_retiring_worker_waits_for_the_grace_period_of_its_requests(
     cluster = Cluster(["w1", "w2"], free_after_s=200, grace_s=grace_s)
     await cluster.until(asyncio.ensure_future(cluster.evacuations.evacuate(["w1"])))
     assert cluster.released == [released_at]
-    assert (cluster.told, cluster.replaced) == ([(0, ["w1"])], ["i"])
+    assert (cluster.received, cluster.replaced) == ([(0, ["w1"])], ["i"])
 
 
 async def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> None:
@@ -109,7 +109,7 @@ async def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> Non
     cluster.starting = {"w1"}
     await cluster.evacuations.evacuate(["w1"])
     assert (cluster.released, cluster.hosts.retiring) == ([0], {"w1"})
-    assert cluster.told == cluster.replaced == []
+    assert cluster.received == cluster.replaced == []
 
 
 async def test_a_worker_that_dask_did_not_retire_may_hold_actors_again() -> None:
@@ -121,7 +121,7 @@ async def test_a_worker_that_dask_did_not_retire_may_hold_actors_again() -> None
     assert (cluster.admitted, cluster.hosts.retiring) == (["w1"], set())
 
 
-async def test_a_worker_that_got_sigterm_is_told_when_all_has_moved() -> None:
+async def test_a_worker_that_got_sigterm_is_notified_when_all_actors_have_moved() -> None:
     """Its process ends by itself, and its nanny decides whether another one starts."""
     cluster = Cluster(["w1", "w2"], free_after_s=3)
     answers = await cluster.until(cluster.leaving("w1", 30))
@@ -149,9 +149,9 @@ async def test_all_workers_of_a_host_are_known_before_anything_moves() -> None:
     both = asyncio.gather(cluster.leaving("w1", 30), cluster.leaving("w2", 30))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert (cluster.hosts.retiring, cluster.told) == ({"w1", "w2"}, [])
+    assert (cluster.hosts.retiring, cluster.received) == ({"w1", "w2"}, [])
     assert [answers[-1] for answers in await cluster.until(both)] == [RetirementStatus.MOVED] * 2
-    assert [sorted(told) for _, told in cluster.told] == [["w1"], ["w2"]]
+    assert [sorted(received) for _, received in cluster.received] == [["w1"], ["w2"]]
 
 
 @pytest.mark.parametrize("late_s", [0.0, 5.0])
@@ -187,7 +187,7 @@ async def test_a_worker_of_which_a_new_scheduler_knows_nothing_yet_lets_its_requ
     assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.STAYED
 
 
-async def test_everybody_is_told_of_a_worker_that_has_nothing_any_more_before_it_ends() -> None:
+async def test_all_are_notified_of_a_worker_without_actors_before_it_ends() -> None:
     cluster = Cluster(["w1", "w2"], free_after_s=1000)
     await cluster.evacuations.depart("w1")
     assert cluster.left == ["w1"]
@@ -202,7 +202,7 @@ async def test_an_address_that_is_used_again_leaves_again() -> None:
     assert len(cluster.retired) == 2
 
 
-async def test_nobody_waits_for_a_supervisor_that_ends() -> None:
+async def test_no_worker_waits_for_a_supervisor_that_ends() -> None:
     cluster = Cluster(["w1", "w2"], free_after_s=1000)
     waiting = asyncio.ensure_future(cluster.evacuations.evacuate(["w1"]))
     await asyncio.sleep(1)

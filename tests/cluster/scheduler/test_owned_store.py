@@ -131,7 +131,7 @@ def test_the_table_of_holds() -> None:
     assert [hold for hold in StoreOwnership if hold.is_ours] == [StoreOwnership.CLAIMED, StoreOwnership.HELD]
 
 
-def test_a_store_in_memory_is_nobody_elses() -> None:
+def test_a_store_in_memory_has_no_other_owner() -> None:
     store = MemoryStore()
     assert owned_store(store, "start") is store
     assert store.ownership is StoreOwnership.HELD
@@ -209,7 +209,7 @@ async def test_a_dead_owner_is_not_waited_for_long(instances: Instances) -> None
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-async def test_a_store_that_is_nobodys_is_taken_at_once(is_new: bool, instances: Instances) -> None:
+async def test_a_store_without_an_owner_is_taken_at_once(is_new: bool, instances: Instances) -> None:
     if not is_new:
         old = await instances.running("old", backend_a=b"1")
         await old.release()
@@ -364,7 +364,7 @@ async def test_an_instance_that_did_not_notice_has_its_store_back_with_the_next_
     assert await stored(instances) == {"backend/a": b"2", "replica/a": b"old", "parcel/a": b"p"}
 
 
-async def test_the_store_of_a_dead_instance_goes_back_to_nobody_who_answers(instances: Instances) -> None:
+async def test_the_store_of_a_dead_instance_has_no_owner_again(instances: Instances) -> None:
     _, new = await _overtaken(instances)
     await new.release(gives_back=True)
     third = await instances.new("third")

@@ -165,7 +165,7 @@ async def test_a_stream_has_all_parts_and_then_those_that_change() -> None:
             assert gone["parts"].keys() == {"controller", "instance"}
 
 
-async def test_a_stream_tells_of_a_controller_that_is_away_and_of_the_end(
+async def test_a_stream_reports_that_the_controller_is_away_and_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with PageSite().open() as site:
@@ -216,7 +216,7 @@ async def test_a_stream_ends_with_its_instance_even_if_another_one_has_its_name_
             assert found == ("ended", {})
 
 
-async def test_an_answer_that_nobody_understands_ends_the_streams_so_that_pages_ask_again() -> None:
+async def test_an_unexpected_error_ends_the_streams_so_that_pages_reconnect() -> None:
     async with PageSite().open() as site:
         site.error = KeyError("number")
         async with site.stream() as queue, asyncio.timeout(5):

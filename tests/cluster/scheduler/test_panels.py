@@ -70,14 +70,14 @@ def test_unknown_values_and_pauses_are_gaps() -> None:
     assert len({len(each) for each in columns.values()}) == 1
 
 
-def test_several_instances_are_told_apart() -> None:
+def test_several_instances_are_distinguished() -> None:
     series = Series()
     series.add(1.0, {"one": live(a=1), "two": live(a=2)})
     series.add(2.0, {"one": live(a=1), "two": None})  # it answered too late
     assert series.busiest() == ["one: a", "two: a"]
 
 
-def test_controllers_are_asked_only_while_somebody_looks() -> None:
+def test_controllers_are_polled_only_while_a_page_is_open() -> None:
     asked: list[str] = []
 
     async def ask(name: str) -> dict[str, Any]:

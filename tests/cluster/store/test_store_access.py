@@ -77,7 +77,7 @@ def test_a_database_and_its_log_are_their_users_only(
     assert reports(caplog) == []
 
 
-async def test_a_database_that_is_written_anew_is_its_users_only(tmp_path: Path) -> None:
+async def test_a_rewritten_database_is_readable_only_by_its_user(tmp_path: Path) -> None:
     path = tmp_path / "f" / "s.db"
     path.parent.mkdir(0o700)
     async with opened(open_store(f"sqlite:///{path}", "i")) as store:

@@ -103,10 +103,10 @@ class Lost:
         found.open(connection)
         if serves:
             found.starts["a"] = {"instance": "a", "store": "sqlite:///a.db"}
-        fate: WorkerOutcome = await worker.survive()
+        outcome: WorkerOutcome = await worker.survive()
         await asyncio.sleep(then_s)
         self.starts = dict(found.starts)
-        return fate
+        return outcome
 
 
 def test_a_worker_keeps_its_actors_and_registers_with_the_next_scheduler(
@@ -119,7 +119,7 @@ def test_a_worker_keeps_its_actors_and_registers_with_the_next_scheduler(
     assert lost.stops == []
 
 
-def test_a_worker_without_a_controller_tells_the_newest_epoch_of_its_actors(
+def test_a_worker_without_a_controller_reports_the_newest_epoch_of_its_actors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = Lost(monkeypatch, back_after_s=1)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from daskserve.cluster.protocols.retirement import RetirementStatus
 from daskserve.cluster.worker import retirement
 from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import RetirementStatus
 
 pytestmark = pytest.mark.virtual_time
 

@@ -42,10 +42,10 @@ def test_a_decision_stands_until_it_is_applied_or_has_waited_for_long() -> None:
         desk.put("classic", target_ongoing_requests=1)
         desk.request_waits()
         await wait_until(lambda: desk.wants() == 7)
-        first, pokes = desk.decided(), desk.pokes
+        first, enqueued = desk.decided(), desk.enqueued
         await asyncio.sleep(PENDING_S - 1)
         assert desk.decided() is first
-        assert desk.pokes > pokes, "whoever applies it is reminded"
+        assert desk.enqueued > enqueued, "whoever applies it is reminded"
         await asyncio.sleep(2)
         assert desk.decided().at >= first.at + PENDING_S
 
@@ -348,15 +348,15 @@ def test_a_blocking_policy_blocks_no_other_backend(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(policy_calls, "ANSWER_TIMEOUT_S", 0.05)
 
     async def main() -> None:
-        poked: list[str] = []
-        running = asyncio.create_task(Scaler(state, observed, LoopClock(), enqueue=poked.extend).run())
+        enqueued: list[str] = []
+        running = asyncio.create_task(Scaler(state, observed, LoopClock(), enqueue=enqueued.extend).run())
         await wait_until(lambda: "stuck" in observed.scalings and "quick" in observed.scalings)
         assert "has not answered" in observed.scalings["stuck"].reason
         decided_at = observed.scalings["stuck"].at
         await wait_until(lambda: observed.scalings["stuck"].at > decided_at)
         assert blocking.begun == ["stuck"]
         blocking.go_on.set()
-        await wait_until(lambda: "stuck" in poked)
+        await wait_until(lambda: "stuck" in enqueued)
         assert observed.scalings["stuck"].replicas == 2
         running.cancel()
         await asyncio.wait([running])

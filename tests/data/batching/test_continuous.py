@@ -150,7 +150,7 @@ def test_a_caller_that_leaves_frees_its_slot_before_the_next_step() -> None:
     run(scenario)
 
 
-def test_a_step_that_nobody_waits_for_is_cancelled() -> None:
+def test_a_step_without_waiting_requests_is_cancelled() -> None:
     async def scenario(model: Model) -> None:
         model.take = lambda: asyncio.sleep(1e4)
         task = asyncio.create_task(collect(model.count(5)))
@@ -269,7 +269,7 @@ def test_an_error_that_names_requests_ends_only_these() -> None:
 
 
 @each_case("error", [StepError("none"), StepError("others", requests=[ActiveRequest()]), SystemExit(3)])
-def test_an_error_that_names_nobody_ends_all_requests_of_the_step(error: BaseException) -> None:
+def test_an_error_that_names_no_request_ends_all_requests_of_the_step(error: BaseException) -> None:
     async def scenario(model: Model) -> None:
         def answer(active: list[ActiveRequest]) -> Any:
             raise error
@@ -438,7 +438,7 @@ def test_calls_wait_for_slots_up_to_a_limit() -> None:
     run_virtual(main)
 
 
-def test_a_preempted_request_is_not_refused_and_takes_nobodys_place_in_the_queue() -> None:
+def test_a_preempted_request_is_not_refused_and_does_not_count_in_the_queue() -> None:
     def request(priority: float) -> ActiveRequest:
         made = ActiveRequest()
         made.priority = priority
@@ -605,7 +605,7 @@ async def test_an_answer_that_computes_while_it_is_read_holds_up_no_requests() -
     assert engine._answer_plain("step", [ActiveRequest()], ()) == ([False], None)
 
 
-def test_a_request_that_goes_on_while_a_thread_looks_for_what_to_step_is_not_forgotten() -> None:
+def test_a_request_that_resumes_while_a_thread_chooses_the_step_is_not_lost() -> None:
     class Slow(list[ActiveRequest]):
         """A list during whose reading the loop lets a request go on."""
 

@@ -1,4 +1,4 @@
-"""Hedged requests: which get a second try, when, how often, and who answers."""
+"""Hedged requests: which get a second attempt, when, how often, and who answers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_the_tail_is_cut_within_the_budget_and_the_slower_try_is_cancelled
     hedged, sent = await tail(answers, count)
     assert plain > 0.9
     assert once == 1
-    assert hedged < 0.03  # the 95th percentile, and what a second try takes
+    assert hedged < 0.03  # the 95th percentile, and what a second attempt takes
     assert 1 < sent <= 1.05
     assert answers.hedging.won > count / 100
     assert len(answers.stage.replicas.cancelled) == round((sent - 1) * count)
@@ -97,7 +97,7 @@ async def test_a_deployment_that_is_slow_everywhere_gets_no_more_than_the_budget
     answers.took_s = lambda _: 5.0
     answers.got.clear()
     answers.stage.replicas.asked.clear()
-    assert (answers.hedging.won, answers.hedging.lost) == (0, 0), "none had a second try"
+    assert (answers.hedging.won, answers.hedging.lost) == (0, 0), "none had a second attempt"
     _, sent = await tail(answers, 300)
     assert 1 < sent <= 1.05 + 5 / 300  # with what the first 100 have saved up
 
@@ -113,7 +113,7 @@ async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_la
         await asyncio.sleep(0.25)
     answers.took_s = lambda _: 0.01
     assert len(answers.stage.replicas.asked) == 2
-    for _ in range(18):  # with the late ones, the budget of one second try
+    for _ in range(18):  # with the late ones, the budget of one second attempt
         await answers.send()
     assert await asyncio.wait_for(asyncio.gather(*late[:1]), 0.1)  # that of the older one
     assert not late[1].done()
@@ -153,7 +153,7 @@ async def test_requests_that_must_not_run_twice_do_not(envelope: Envelope) -> No
 
 
 async def warm(answers: Answers) -> None:
-    """Let a stage learn the latency, and save up second tries."""
+    """Let a stage learn the latency, and save up second attempts."""
     for _ in range(3 * LEAST):
         await answers.send(NO_BODY)
     answers.got.clear()
@@ -167,7 +167,7 @@ async def test_the_second_try_goes_to_another_replica_and_a_failed_one_leaves_th
 
     async def fail_second(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
         if len(asked) == 2:
-            raise ValueError("the second try")
+            raise ValueError("the second attempt")
         return await answers.answer(tag, envelope, receive, send)
 
     answers.stage.replicas.handler = fail_second

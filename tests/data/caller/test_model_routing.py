@@ -159,16 +159,16 @@ def test_the_second_copy_is_left_to_others_once_it_is_not_needed() -> None:
     assert len({backend.sent("popular") for _ in range(50)}) == 1
 
 
-def test_a_replica_is_told_of_once_for_each_model_that_it_is_about_to_load() -> None:
-    told: list[str] = []
-    routing = ModelRouting(told.append)
+def test_a_replica_is_reported_once_for_each_model_that_it_is_about_to_load() -> None:
+    received: list[str] = []
+    routing = ModelRouting(received.append)
     for model_id in ("a", "a", "b"):
         routing.assume("d#0", model_id, 1.0)
-    assert told == ["d#0", "d#0"]
+    assert received == ["d#0", "d#0"]
     routing.update({"d#1": {"loaded": ["c"], "coming": ["d"], "capacity": 3}})
     for model_id in ("c", "d"):
         routing.assume("d#1", model_id, 1.0)
-    assert told == ["d#0", "d#0"]
+    assert received == ["d#0", "d#0"]
 
 
 def test_how_long_a_request_waits_for_its_model_is_an_option() -> None:
@@ -204,13 +204,13 @@ class ToldCluster:
     is_ended = False
 
     def __init__(self) -> None:
-        self.told: list[list[str]] = []
+        self.received: list[list[str]] = []
 
     async def controller(self) -> str:
         return "controller"
 
     async def call(self, controller: str, verb: str, replicas: list[str]) -> None:
-        self.told.append(replicas)
+        self.received.append(replicas)
 
 
 def waiting_of(backend: Backend, watch: WatchFacts, cluster: Any) -> WaitingRequests:
@@ -220,7 +220,7 @@ def waiting_of(backend: Backend, watch: WatchFacts, cluster: Any) -> WaitingRequ
 
 
 @each_case("is_closed", [False, True])
-def test_the_controller_is_told_of_models_that_load_until_the_backend_is_closed(is_closed: bool) -> None:
+def test_the_controller_is_notified_of_models_that_load_until_the_backend_is_closed(is_closed: bool) -> None:
     async def tell() -> list[list[str]]:
         backend, cluster = Backend(), ToldCluster()
         waiting = waiting_of(backend, lambda kind, note: None, cluster)
@@ -229,10 +229,10 @@ def test_the_controller_is_told_of_models_that_load_until_the_backend_is_closed(
         if is_closed:
             waiting.close()
         await asyncio.wait([telling])
-        return cluster.told
+        return cluster.received
 
-    told = asyncio.run(tell())
-    assert [len(each) for each in told] == ([] if is_closed else [1])
+    received = asyncio.run(tell())
+    assert [len(each) for each in received] == ([] if is_closed else [1])
 
 
 def test_demand_is_a_share_that_forgets() -> None:

@@ -79,7 +79,7 @@ async def test_a_whole_body_of_any_size_is_kept_for_a_replica_that_has_not_begun
     assert not parts.rewind(begun=False)
 
 
-async def test_what_only_a_router_has_looked_at_is_no_part_that_a_replica_has_seen() -> None:
+async def test_parts_that_only_a_router_has_read_do_not_count_as_seen_by_a_replica() -> None:
     replay, _ = replay_over([body(b"x" * 2 * KEPT_BYTES, True), body(b"y")])
     for _ in range(2):
         assert await replay.peek() == b"x" * 2 * KEPT_BYTES

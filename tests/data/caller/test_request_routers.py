@@ -540,9 +540,9 @@ async def test_a_router_that_fails_is_reported_once_and_requests_go_on(
 ) -> None:
     answers(function)
     stage = await custom()
-    (told,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # each change is an event
+    (received,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # each change is an event
     assert stage.routing.errors.fallbacks == {kind: 20}
-    assert text in told
+    assert text in received
     assert [each.levelno for each in caplog.records if each.name == "daskserve.router"] == [logging.ERROR]
     stage.routing.close()
 
@@ -634,7 +634,7 @@ class Noting(FIFOMixin, MultiplexMixin, LocalityMixin, RequestRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.told: list[Any] = []
+        self.received: list[Any] = []
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -653,12 +653,12 @@ class Noting(FIFOMixin, MultiplexMixin, LocalityMixin, RequestRouter):
         return [best[:1], *self.rank_replicas_via_multiplex(candidate_replicas, model_id)]
 
     def on_request_routed(self, pending_request: Any, replica_id: ReplicaID, result: Any) -> None:
-        self.told.append(
+        self.received.append(
             ("routed", replica_id.unique_id, pending_request.metadata.request_id, *pending_request.args)
         )
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self.told.append(("completed", replica_id.unique_id, internal_request_id))
+        self.received.append(("completed", replica_id.unique_id, internal_request_id))
 
 
 async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() -> None:
@@ -671,9 +671,9 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     assert {stage.ask(call("", multiplexed_model_id="m")) for _ in range(5)} == {"r3"}
     router: Any = stage.routing._router
     async with asyncio.timeout(20):
-        while len(router.told) < 14:  # noqa: ASYNC110  # its thread sets no event
+        while len(router.received) < 14:  # noqa: ASYNC110  # its thread sets no event
             await asyncio.sleep(0.001)
-    assert router.told[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
+    assert router.received[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
     assert router.app_name == "a"
     assert stage.routing.errors.fallbacks == {}
     stage.routing.close()

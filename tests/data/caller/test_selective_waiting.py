@@ -36,7 +36,7 @@ class Scripted(RequestRouter):
     """Chooses as the test says, and notes what it is told."""
 
     answer: Callable[[list[RunningReplica], PendingRequest], Any]
-    told: list[str]
+    received: list[str]
 
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -45,10 +45,10 @@ class Scripted(RequestRouter):
         return type(self).answer(candidate_replicas, pending_request)
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        self.told.append("routed")
+        self.received.append("routed")
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        self.told.append("completed")
+        self.received.append("completed")
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[str]]:
     monkeypatch.setattr(routing, "BUILT_IN", {**routing.BUILT_IN, "Scripted": Scripted})
 
     def answers(function: Any) -> list[str]:
-        told: list[str] = []
+        received: list[str] = []
         monkeypatch.setattr(Scripted, "answer", staticmethod(function), raising=False)
-        monkeypatch.setattr(Scripted, "told", told, raising=False)
-        return told
+        monkeypatch.setattr(Scripted, "received", received, raising=False)
+        return received
 
     return answers
 
@@ -155,15 +155,15 @@ async def test_a_router_is_not_asked_all_the_time_while_no_replica_has_room(answ
     assert stage.replicas.asked == ["r0", "r0"]
 
 
-async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answers: Any) -> None:
-    told = answers(lambda replicas, request: [replicas])
+async def test_a_router_is_notified_of_the_end_of_requests_that_no_replica_got(answers: Any) -> None:
+    received = answers(lambda replicas, request: [replicas])
     stage = Stage()
     backend = backend_of(stage, lambda *_: 1, 1, concurrency=1, router=SCRIPTED)
     request = call()
     taken = backend.take_now(request)
     assert taken is not None
     backend.release(taken, None, request)
-    assert told == ["routed", "completed"]
+    assert received == ["routed", "completed"]
     taken = backend.take_now(request)
     assert taken is not None
     leaving = stage.send(backend, call())
@@ -171,7 +171,7 @@ async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answe
     backend.release(taken, None, request)  # grants the replica to the other, which leaves at the same time
     leaving.cancel()
     await quiet()
-    assert told.count("routed") == told.count("completed") == 3
+    assert received.count("routed") == received.count("completed") == 3
     # One that has left before it had its turn.
     taken = backend.take_now(request)
     assert taken is not None
@@ -181,7 +181,7 @@ async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answe
     backend.release(taken, None, request)
     await quiet()
     assert leaving.cancelled()
-    assert told.count("routed") == told.count("completed") == 5
+    assert received.count("routed") == received.count("completed") == 5
     assert backend.in_flight == 0
 
 
@@ -235,7 +235,7 @@ async def test_priorities_have_their_shares_with_a_router_or_models(router: Any,
     assert backend._waiting._ranked is None
 
 
-def test_a_refused_request_looks_at_none_that_wait_unless_one_is_lower() -> None:
+def test_a_refused_request_scans_no_waiting_ones_unless_one_is_lower() -> None:
     looked = []
 
     def is_there(item: int) -> bool:
@@ -282,7 +282,7 @@ async def test_a_replica_that_only_fails_is_not_the_one_that_answers_first(kind:
     assert stage.replicas.asked.count("r0") > 60  # it is whole again
 
 
-# ---- second tries
+# ---- second attempts
 
 
 HEDGED = {"quantile": 0.95, "budget": 0.5, "min_delay_s": 0.0}
@@ -380,7 +380,7 @@ async def test_a_session_is_found_where_the_options_of_now_say_it_is() -> None:
 async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_try() -> None:
     stage, backend = await hedging(lambda *_: 0.01)
     lost = ActorLostError("gone", begun=True)
-    # Its second try is lost: from then on, it is a suspect, which has no second tries.
+    # Its second attempt is lost: from then on, it is a suspect, which has no second attempts.
     first = stage.send(backend, get(b"/kills"))
     stage.replicas.handler = None
     await asyncio.sleep(1)

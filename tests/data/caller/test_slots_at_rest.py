@@ -1,5 +1,5 @@
-"""No slot is lost: random requests that fail, are cancelled or get second tries, while replicas and options
-change."""
+"""No slot is lost by random requests that fail, are cancelled or get second attempts, while replicas and
+options change."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ def test_a_load_forgets_the_callers_that_have_left() -> None:
     models.run(main())
 
 
-def test_a_load_that_nobody_waits_for_makes_room() -> None:
+def test_a_load_without_waiting_requests_makes_room() -> None:
     models = Models(max_num_models_per_replica=1)
     models.gates["hangs"] = asyncio.Event()
 

@@ -69,7 +69,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, **optio
     assert our_threads() == []
 
 
-def told(replica: Replica) -> dict[str, float] | None:
+def reported(replica: Replica) -> dict[str, float] | None:
     found: dict[str, float] | None = replica.metrics().get("custom")
     return found
 
@@ -119,10 +119,10 @@ class Static(Base):
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 def test_values_come_from_where_user_code_runs(definition: Any, event_loop: str) -> None:
     async def scenario(replica: Replica) -> None:
-        assert told(replica) is None
-        await wait_until(lambda: told(replica) == {"tokens": 3.0})
+        assert reported(replica) is None
+        await wait_until(lambda: reported(replica) == {"tokens": 3.0})
         GATES.answer = {"tokens": 4, "age": 0.5}
-        await wait_until(lambda: told(replica) == {"tokens": 4.0, "age": 0.5})
+        await wait_until(lambda: reported(replica) == {"tokens": 4.0, "age": 0.5})
         on_worker = event_loop == "worker" and definition is not Plain
         assert (threading.main_thread().name in GATES.threads) is on_worker
 
@@ -166,11 +166,11 @@ def test_nothing_is_called_unless_somebody_asks() -> None:
 
 def test_expired_values_are_not_reported() -> None:
     async def scenario(replica: Replica) -> None:
-        await wait_until(lambda: told(replica) is not None)
+        await wait_until(lambda: reported(replica) is not None)
         await at_rest(replica)
         CLOCK.ahead_s += KEPT_S + 1
-        assert told(replica) is None
-        await wait_until(lambda: told(replica) == {"tokens": 3.0})
+        assert reported(replica) is None
+        await wait_until(lambda: reported(replica) == {"tokens": 3.0})
 
     run(scenario, Plain)
 
@@ -196,12 +196,12 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
     definition: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(replica: Replica) -> None:
-        await wait_until(lambda: told(replica) is not None and GATES.calls == 2)
+        await wait_until(lambda: reported(replica) is not None and GATES.calls == 2)
         for _ in range(3):
             CLOCK.ahead_s += 2.1
             replica.metrics()
             await asyncio.sleep(0.01)
-        assert told(replica) is None
+        assert reported(replica) is None
         # The only slot is free, and no call counts as abandoned.
         await replica.probe()
         statistics = await replica.statistics()
@@ -209,7 +209,7 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
         if definition is HangingPlain:
             assert GATES.calls == 2  # never twice at a time
         GATES.go.set()
-        found = await wait_until(lambda: told(replica))
+        found = await wait_until(lambda: reported(replica))
         if definition is HangingPlain:
             assert found == {"tokens": 3.0}  # what came too late is not gone by
 
@@ -232,8 +232,8 @@ class Broken(Plain):
 def test_one_that_cannot_be_had_is_the_users_trouble(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(replica: Replica) -> None:
         GATES.answer = "broken"
-        await wait_until(lambda: (told(replica), caplog.records)[1])
-        assert told(replica) is None
+        await wait_until(lambda: (reported(replica), caplog.records)[1])
+        assert reported(replica) is None
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, Broken)
@@ -249,19 +249,19 @@ def test_one_that_raises_is_logged_once_and_its_values_are_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(replica: Replica) -> None:
-        await wait_until(lambda: told(replica) is not None)
+        await wait_until(lambda: reported(replica) is not None)
         GATES.answer = KeyError("no tokens")
         for _ in range(2):
             await at_rest(replica)
             replica.metrics()
         await at_rest(replica)
-        assert told(replica) is None
+        assert reported(replica) is None
         before = GATES.calls
-        await wait_until(lambda: (told(replica), GATES.calls > before + 3)[1])
+        await wait_until(lambda: (reported(replica), GATES.calls > before + 3)[1])
         GATES.answer = {"tokens": 1}
-        await wait_until(lambda: told(replica) == {"tokens": 1.0})
+        await wait_until(lambda: reported(replica) == {"tokens": 1.0})
         GATES.answer = KeyError("again")
-        await wait_until(lambda: told(replica) is None)
+        await wait_until(lambda: reported(replica) is None)
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, Deleted)
@@ -276,11 +276,11 @@ def test_one_that_wants_to_end_its_thread_ends_nothing(
     definition: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(replica: Replica) -> None:
-        await wait_until(lambda: told(replica) is not None)
+        await wait_until(lambda: reported(replica) is not None)
         GATES.answer = SystemExit
-        await wait_until(lambda: told(replica) is None)
+        await wait_until(lambda: reported(replica) is None)
         GATES.answer = {"tokens": 1}
-        await wait_until(lambda: told(replica) == {"tokens": 1.0})
+        await wait_until(lambda: reported(replica) == {"tokens": 1.0})
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, definition)
@@ -289,7 +289,7 @@ def test_one_that_wants_to_end_its_thread_ends_nothing(
 
 def test_a_replica_stops_though_its_method_hangs(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(replica: Replica) -> None:
-        await wait_until(lambda: told(replica) is not None and GATES.calls == 2)
+        await wait_until(lambda: reported(replica) is not None and GATES.calls == 2)
 
     with caplog.at_level(logging.WARNING, "daskserve.replica"):
         run(scenario, HangingPlain)
@@ -343,9 +343,9 @@ def test_a_value_that_is_not_a_dict_counts_as_empty() -> None:
 def test_trouble_with_an_answer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(replica: Replica) -> None:
         GATES.answer = {"tokens": float("nan"), "age": 2}
-        await wait_until(lambda: told(replica) == {"age": 2.0})
+        await wait_until(lambda: reported(replica) == {"age": 2.0})
         before = GATES.calls
-        await wait_until(lambda: (told(replica), GATES.calls > before + 3)[1])
+        await wait_until(lambda: (reported(replica), GATES.calls > before + 3)[1])
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, Plain)

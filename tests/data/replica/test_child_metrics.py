@@ -16,11 +16,11 @@ from daskserve.testing import run_virtual
 def test_a_repeated_failure_is_logged_once_and_again_when_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = ["none"] * 60 + ["sound", "none", "late", "none"] + ["torn"] * 60 + ["gone"]
+    received = ["none"] * 60 + ["sound", "none", "late", "none"] + ["torn"] * 60 + ["gone"]
     asked: list[str] = []
 
     async def ask() -> None:
-        asked.append(told[len(asked)])
+        asked.append(received[len(asked)])
         match asked[-1]:
             case "none":
                 raise KeyError("samples")
@@ -33,11 +33,11 @@ def test_a_repeated_failure_is_logged_once_and_again_when_it_changes(
 
     async def main() -> None:
         await poll_metrics(ask, "b#AAAAAA", LoopClock())
-        assert asyncio.get_running_loop().time() == pytest.approx((len(told) + 1) * METRICS_S)
+        assert asyncio.get_running_loop().time() == pytest.approx((len(received) + 1) * METRICS_S)
 
     with caplog.at_level(logging.INFO, "daskserve.replica"):
         run_virtual(main)
-    assert asked == told
+    assert asked == received
     assert [each.exc_info[0] for each in caplog.records if each.exc_info] == [KeyError, ValueError]
     assert {each.getMessage() for each in caplog.records} == {
         "The metrics of the process of b#AAAAAA could not be read"

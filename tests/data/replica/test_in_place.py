@@ -226,7 +226,7 @@ def test_a_cancellation_that_the_code_made_up_is_an_error_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("waits_for_nothing", [False, True])
-def test_abort_ends_the_code_and_tells_the_caller_why(waits_for_nothing: bool) -> None:
+def test_abort_ends_the_code_and_the_caller_gets_the_reason(waits_for_nothing: bool) -> None:
     async def code() -> None:
         while True:  # noqa: ASYNC110 - the test stops it
             await asyncio.sleep(0 if waits_for_nothing else 60)

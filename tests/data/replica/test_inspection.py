@@ -114,7 +114,7 @@ def test_a_replica_has_one_profile_at_a_time_and_a_cancelled_one_ends() -> None:
     asyncio.run(main())
 
 
-def test_a_process_is_looked_into_also_if_its_interpreter_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_inspected_even_if_its_interpreter_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         replica = make(Code, place="process")
         await replica.start()

@@ -26,6 +26,7 @@ import isolated_code as code
 import numpy as np
 import psutil
 import pytest
+from dask_processes import alive
 from replica_harness import PLACES, Reply, call, http, make, until
 from replica_starts import reconfiguration
 
@@ -107,18 +108,6 @@ class Bench:
         return int(self.facts["child_pid"])
 
 
-def alive(*processes: psutil.Process) -> list[psutil.Process]:
-    """Return those of the processes that still run; a zombie has ended."""
-    found = []
-    for each in processes:
-        try:
-            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 def processes_of(leader: int) -> list[psutil.Process]:
     """Return what still runs of a process group."""
 
@@ -128,7 +117,7 @@ def processes_of(leader: int) -> list[psutil.Process]:
         except ProcessLookupError:
             return 0
 
-    return alive(*(each for each in psutil.process_iter() if group(each) == leader))
+    return alive(each for each in psutil.process_iter() if group(each) == leader)
 
 
 def wait_until(condition: Callable[[], Any], what: str = "") -> None:
@@ -325,7 +314,7 @@ def test_requests_with_patience_wait_in_line_for_a_slot(model: Bench) -> None:
         (model.folder / "line-0-go").touch()
         outcomes = await asyncio.gather(*waiting[1:])
         assert [result for result, _ in outcomes] == [pid, pid]
-        assert [told["ongoing"] for _, told in outcomes] == [4, 4]
+        assert [received["ongoing"] for _, received in outcomes] == [4, 4]
         for n in range(1, 4):
             (model.folder / f"line-{n}-go").touch()
         await asyncio.gather(*held)
@@ -651,10 +640,10 @@ def test_user_code_is_loaded_and_constructed_in_the_main_thread_of_its_process(
 
 
 @pytest.mark.parametrize(
-    ("number", "fate"), [(signal.SIGTERM, "exited with status 3"), (signal.SIGINT, "was killed by SIGINT")]
+    ("number", "outcome"), [(signal.SIGTERM, "exited with status 3"), (signal.SIGINT, "was killed by SIGINT")]
 )
 def test_a_signal_ends_a_process_by_the_handler_of_user_code_if_it_has_one(
-    number: int, fate: str, tmp_path: Path
+    number: int, outcome: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
         replica = make(code.MainPlain, str(tmp_path), place="process")
@@ -662,7 +651,7 @@ def test_a_signal_ends_a_process_by_the_handler_of_user_code_if_it_has_one(
         with suppress(ActorLostError):
             while True:
                 await replica.probe()
-        with pytest.raises(ActorLostError, match=fate):
+        with pytest.raises(ActorLostError, match=outcome):
             await replica.probe()
         await replica.stop(0)
         assert (tmp_path / "ended").exists() == (number == signal.SIGTERM)
@@ -756,11 +745,11 @@ def test_the_requests_of_an_unhealthy_replica_that_is_stopped_may_be_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("method", "args", "fate"),
+    ("method", "args", "outcome"),
     [("exit", (3,), "exited with status 3"), ("crash", (), "was killed by SIGSEGV")],
 )
 def test_a_process_that_ends_is_a_lost_replica(
-    method: str, args: Any, fate: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    method: str, args: Any, outcome: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with breaker(tmp_path) as bench:
 
@@ -774,18 +763,18 @@ def test_a_process_that_ends_is_a_lost_replica(
                 assert isinstance(error, ActorLostError), error
                 assert error.begun
                 assert not error.is_planned
-                assert str(error) == f"Replica 'b#AAAAAA' is lost: its process {fate}."
+                assert str(error) == f"Replica 'b#AAAAAA' is lost: its process {outcome}."
             assert replica.load() == Load(0, 0)
             for verb in (call(replica, "pid"), replica.probe(), replica.statistics()):
-                with pytest.raises(ActorLostError, match=fate) as caught:
+                with pytest.raises(ActorLostError, match=outcome) as caught:
                     await verb
                 assert not caught.value.begun
             assert not replica.health()["is_healthy"]
-            assert fate in replica.health()["detail"]
-            await until(lambda: alive(grandchild) == [])  # killed already, but the kernel takes its time
+            assert outcome in replica.health()["detail"]
+            await until(lambda: alive([grandchild]) == [])  # killed already, but the kernel takes its time
 
         bench.run(scenario())
-    assert fate in caplog.text
+    assert outcome in caplog.text
 
 
 def test_an_answer_given_before_the_end_still_arrives(tmp_path: Path) -> None:
@@ -802,11 +791,13 @@ def test_an_answer_given_before_the_end_still_arrives(tmp_path: Path) -> None:
         bench.run(scenario())
 
 
-@pytest.mark.parametrize(("how", "fate"), [("exit", "exited with status 7"), ("crash", "killed by SIGSEGV")])
-def test_a_process_that_ends_in_the_constructor_is_a_failed_start(how: str, fate: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "outcome"), [("exit", "exited with status 7"), ("crash", "killed by SIGSEGV")]
+)
+def test_a_process_that_ends_in_the_constructor_is_a_failed_start(how: str, outcome: str) -> None:
     async def main() -> None:
         replica = make(code.DiesInConstructor, how, place="process")
-        with pytest.raises(ReplicaStartError, match=f"did not survive its start: its process .*{fate}"):
+        with pytest.raises(ReplicaStartError, match=f"did not survive its start: its process .*{outcome}"):
             await replica.start()
         await replica.stop(0)
 
@@ -864,7 +855,7 @@ def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> N
         (outcome,) = await asyncio.gather(request, return_exceptions=True)
         assert isinstance(outcome, ActorLostError)
         assert outcome.begun
-        await until(lambda: alive(grandchild) == [])
+        await until(lambda: alive([grandchild]) == [])
         assert replica._code._child.pid not in psutil.pids()
 
     async def main() -> None:
@@ -901,9 +892,9 @@ def test_processes_end_with_their_worker_whatever_they_do(tmp_path: Path) -> Non
         finally:
             worker.kill()
     try:
-        wait_until(lambda: alive(*orphans) == [], "they live on")
+        wait_until(lambda: alive(orphans) == [], "they live on")
     finally:
-        for each in alive(*orphans):
+        for each in alive(orphans):
             each.kill()
 
 

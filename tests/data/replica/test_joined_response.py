@@ -57,7 +57,7 @@ def passed_on(*messages: Message) -> list[Message]:
     return found
 
 
-def test_the_first_message_tells_the_route_that_the_application_has_matched() -> None:
+def test_the_first_message_has_the_route_that_the_application_has_matched() -> None:
     def first(scope: dict[str, Any], *messages: Message) -> Message:
         found: list[Message] = []
 

@@ -95,7 +95,7 @@ def test_pandas_is_recognised_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch
     assert to_json([pandas.NaT, pandas.NA]) == b"[null,null]"
 
 
-def test_no_library_is_imported_to_look_for_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_library_is_imported_to_check_for_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("numpy", "pandas", "pydantic"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(UserCodeError):

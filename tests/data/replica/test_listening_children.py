@@ -1,8 +1,9 @@
-"""What a worker tells the children that listen, and which requests they may answer."""
+"""What a worker tells the children that serve connections, and which requests they may answer."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,12 @@ from daskserve.data.replica.process.listening import KEY as SHARED_KEY
 from daskserve.data.replica.process.listening import (
     LEAVE_S,
     ListeningChildren,
-    Port,
     answers_itself,
-    with_children,
 )
+from daskserve.data.replica.process.port import Port, with_children
 from daskserve.data.replica.process.replica import ReplicaServer
 from daskserve.errors import ActorLostError
+from daskserve.loops.connection_table import LostAttempt, MovedConnection
 from daskserve.telemetry.collector import MAX_ENDED, SWEEP_EVERY
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
@@ -32,6 +33,7 @@ ENDPOINT = {"traffic": {"b": 1.0}, "shadows": {}}
 BACKEND = {"replicas": [["b#1", "tcp://w:1", 1]]}
 #: The first listener of a child.
 KEY = "proxy#1"
+LOST = LostAttempt(ActorLostError("gone", begun=True), "tcp://w:1")
 ROUTES = {"/b": {"endpoint": "e", "methods": ["GET"]}}
 
 
@@ -98,8 +100,8 @@ class Child:
         self.calls.append((verb, message))
         return self.counted if verb == "stop_listening" else None
 
-    def hand_over(self, key: str, sockets: Any) -> None:
-        self.given.append((key, list(sockets)))
+    def hand_over(self, key: str, files: Any) -> None:
+        self.given.append((key, list(files)))
 
     @property
     def wanted(self) -> dict[str, Any]:
@@ -115,11 +117,19 @@ class Opened:
         self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
-        #: What the proxy was told: whether to leave connections to children.
-        self.left: list[bool] = []
         self.port = self.children.open(
-            "proxy", b"start", [7], self.left.append, lambda endpoint: ("stream", 10)
+            "proxy", b"start", 10, lambda moved: moved.sock.close(), lambda endpoint: ("stream", 10)
         )
+
+    def gives(self) -> bool:
+        """Return whether a child gets new connections."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            give = self.port.taker_of(None)
+            if give is not None and give(MovedConnection(ours)):
+                return True
+            ours.close()
+            return False
 
 
 async def opened(cluster: Any) -> Opened:
@@ -147,18 +157,18 @@ async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> Non
     assert child.calls == child.given == []
 
 
-async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_own() -> None:
+async def test_a_child_gets_its_files_once_and_is_told_routes_and_what_is_its_own() -> None:
     cluster = Published()
     found = await opened(cluster)
     child = found.child
-    assert child.given == [(KEY, [7])]
+    assert [key for key, _ in child.given] == [KEY]
     assert child.wanted["listeners"] == {KEY: b"start"}
     assert child.wanted["own"] == ["e"]
     assert child.wanted["rules"] == {"e": ["stream", 10]}
     found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
     await found.children.wait_until_notified()
     assert child.wanted["routes"].keys() == {"/b", "/other"}
-    assert child.given == [(KEY, [7])]
+    assert [key for key, _ in child.given] == [KEY]
     await found.children.remove("b#1", 0)
 
 
@@ -169,12 +179,12 @@ async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
     cluster.watchers["endpoint/e"]({**ENDPOINT, "traffic": {"c": 1.0}})
     await found.children.wait_until_notified()
     await asyncio.sleep(0)
-    left = {"key": KEY, "grace_s": LEAVE_S, "sends_away": False}
+    left = {"key": KEY, "grace_s": LEAVE_S, "sends_away": False, "gives_back": True}
     assert ("stop_listening", left) in child.calls
-    assert not found.left[-1]
+    assert not found.gives()
     cluster.watchers["endpoint/e"](ENDPOINT)
     await found.children.wait_until_notified()
-    assert found.left[-1]
+    assert found.gives()
     assert [key for key, _ in child.given] == [KEY, "proxy#2"]
     assert child.wanted["listeners"] == {"proxy#2": b"start"}
     found.children.note(routes={})
@@ -190,7 +200,7 @@ async def test_endpoints_and_backends_are_watched_while_a_proxy_is_open() -> Non
     await found.children.close(found.port, 0)
     found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
     assert cluster.watchers == {}
-    found.children.open("proxy", b"start", [7], found.left.append, lambda endpoint: None)
+    found.children.open("proxy", b"start", 10, lambda moved: None, lambda endpoint: None)
     assert set(cluster.watchers) == {"endpoint/e", "endpoint/other", "backend/b"}
     await found.children.remove("b#1", 0)
 
@@ -212,23 +222,25 @@ async def test_a_backend_is_watched_while_it_has_children_here() -> None:
     found.children.add("b", "b#2", other.call, other.hand_over)
     await found.children.remove("b#1", 0)
     assert "backend/b" in cluster.watchers
-    found.children.forget("b#2")
+    found.children.forget("b#2", LOST)
     assert "backend/b" not in cluster.watchers
 
 
 @pytest.mark.parametrize("how", ["close", "remove", "forget"])
-async def test_a_proxy_leaves_connections_to_children_while_one_accepts(how: str) -> None:
+async def test_a_proxy_gives_connections_to_a_child_until_it_leaves(how: str) -> None:
     found = await opened(Published())
-    assert found.left[-1]
+    assert found.gives()
+    sent = {"grace_s": 5.0, "sends_away": True}
     if how == "close":
         await found.children.close(found.port, 5.0)
-        assert found.child.calls[-1] == ("stop_listening", {"key": KEY, "grace_s": 5.0, "sends_away": True})
+        assert found.child.calls[-1] == ("stop_listening", {"key": KEY, "gives_back": False, **sent})
     elif how == "remove":
         await found.children.remove("b#1", 5.0)
-        assert found.child.calls[-1] == ("stop_listening", {"key": "", "grace_s": 5.0, "sends_away": True})
+        assert found.child.calls[-1] == ("stop_listening", {"key": "", "gives_back": True, **sent})
     else:
-        found.children.forget("b#1")
-    assert not found.left[-1]
+        found.children.forget("b#1", LOST)
+    assert not found.gives()
+    assert found.port.given() == 0
     await found.children.remove("b#1", 0)
 
 
@@ -250,7 +262,7 @@ async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> N
     elif how == "remove":
         await found.children.remove("b#1", 0)
     else:  # killed: what it was last asked for
-        found.children.forget("b#1")
+        found.children.forget("b#1", LOST)
     found.children.report("b#1", {KEY: counted(9)})  # read before it ended
     total = with_children(own, found.port.samples())
     assert (total["ongoing"], total["ended"]) == (1, 6 if how == "forget" else 8)
@@ -258,7 +270,7 @@ async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> N
 
 
 def test_the_number_of_kept_counts_of_ended_children_is_bounded() -> None:
-    port = Port("proxy", b"start", [7], bool)
+    port = Port("proxy", b"start", 10, bool)
     for number in range(0, 10 * MAX_ENDED, 1000):
         routes = range(number, number + 1000)
         port.report("b#1", [["http_requests", ["i", f"/{each}", "e", "GET", "200"], 1] for each in routes])
@@ -271,7 +283,7 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     found.child.is_lost = True
     found.children.note(unready=["b"])
     await found.children.wait_until_notified()
-    assert not found.left[-1]
+    assert not found.gives()
     await found.children.close(found.port, 0)
     await found.children.remove("b#1", 0)
 

@@ -395,7 +395,7 @@ CODE = pickling.dump_bytes((Model, (), {}))
     ],
     ids=["empty", "garbage", "cut off", "something else", "newer", "not importable"],
 )
-def test_code_that_cannot_be_loaded_is_told_from_user_code_that_fails(code: bytes) -> None:
+def test_code_that_cannot_be_loaded_is_distinguished_from_user_code_that_fails(code: bytes) -> None:
     async def main() -> None:
         replica = replica_of(replace(replica_start(Model, concurrency=1), code=code))
         with pytest.raises(CodeLoadError, match="'b' could not be loaded: "):

@@ -60,17 +60,17 @@ def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(place: str) 
         assert await call(replica, "on_loop") == found
         assert facts["rank_info"] == (0, 0, 0, 1)
         assert facts["metadata"] == {"address": "tcp://b#AAAAAA", "first": 0}
-        told = reconfiguration(user_config=PICKLED, rank_info=(2, 1, 0, 5))
-        await replica.reconfigure(**told)
-        await replica.reconfigure(**told)  # known already
-        await replica.reconfigure(**told | {"rank_info": (2, 1, 0, 6)})  # another number alone is no call
+        received = reconfiguration(user_config=PICKLED, rank_info=(2, 1, 0, 5))
+        await replica.reconfigure(**received)
+        await replica.reconfigure(**received)  # known already
+        await replica.reconfigure(**received | {"rank_info": (2, 1, 0, 6)})  # another number alone is no call
         found = await call(replica, "__call__")
         assert (found["rank"], found["world_size"]) == (ReplicaRank(2, 1, 0), 6)
         first, second = ReplicaRank(0, 0, 0), ReplicaRank(2, 1, 0)
         assert await call(replica, "history") == [("config", first, first), ("config", second, second)]
         assert await call(replica, "background") == [2]  # a thread that has run since the constructor
         with pytest.raises(ReplicaStartError, match="an unlucky rank"):
-            await replica.reconfigure(**told | {"rank_info": (13, 0, 0, 14)})
+            await replica.reconfigure(**received | {"rank_info": (13, 0, 0, 14)})
         assert replica.health()["rank_info"] == (2, 1, 0, 6)
         assert (await call(replica, "__call__"))["rank"] == second
 
@@ -156,7 +156,7 @@ def test_what_hooks_return_is_checked_where_it_is_made() -> None:
             assert bool(problem) == bool(wrong)
 
 
-def test_an_application_and_a_name_are_told_apart() -> None:
+def test_an_application_and_a_name_are_distinguished() -> None:
     context = ReplicaContext("i", "shop/cart", "shop/cart#ABCDEF")
     assert (context.app_name, context.deployment) == ("shop", "cart")
     assert (str(context.replica_id), context.replica_id.unique_id) == ("shop/cart#ABCDEF", "shop/cart#ABCDEF")

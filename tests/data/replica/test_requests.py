@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from runs import PipedRequest, respond_piped, respond_to, start_async, until
+from runs import PipedRequest, respond_piped, respond_to, run, start_async, until
 from starlette.requests import ClientDisconnect, Request
 from tables import case, each_case
 
@@ -44,18 +43,6 @@ SCOPE: dict[str, Any] = {
     "headers": [(b"content-type", b"application/json")],
     "query_string": b"n=1",
 }
-
-
-def run(scenario: Callable[[UserExecutor], Awaitable[None]], **options: Any) -> None:
-    async def main() -> None:
-        executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await scenario(executor)
-        finally:
-            assert await executor.close(DEADLINE_S)
-
-    asyncio.run(main())
 
 
 def part(body: bytes, more: bool) -> Message:

@@ -41,12 +41,12 @@ class Holder(Slots):
         send_error: Exception | None = None,
         priority: int = 0,
     ) -> None:
-        told: list[Message] = []
+        received: list[Message] = []
 
         async def send(message: Message) -> None:
             if send_error is not None:
                 raise send_error
-            told.append(message)
+            received.append(message)
 
         queue_timeout = QueueTimeout(left_s, waited_s, priority) if left_s else None
         if self.ongoing >= self.concurrency or queue_timeout is not None:
@@ -57,9 +57,9 @@ class Holder(Slots):
         self.running.add(name)
         self.most = max(self.most, len(self.running))
         if queue_timeout is None:
-            assert told == []
+            assert received == []
         else:
-            (message,) = told
+            (message,) = received
             assert message["type"] == SLOT_TAKEN
             assert message["ongoing"] >= 1
         try:

@@ -416,7 +416,7 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(
         gc.enable()
 
 
-def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_not_told() -> None:
+def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_gets_no_disconnect() -> None:
     """A cancellation is reported as it is in a task."""
 
     async def scenario(replica: Replica) -> None:

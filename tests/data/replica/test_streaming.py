@@ -565,7 +565,7 @@ def test_an_open_stream_takes_a_slot_until_its_generator_has_ended(client: serve
     deployed.ask("let_go")
 
 
-def test_a_stream_that_nobody_holds_any_more_is_given_up_even_in_a_cycle(deployed: Deployed) -> None:
+def test_a_stream_without_references_is_given_up_even_in_a_cycle(deployed: Deployed) -> None:
     stream = deployed.stream("numbers", 10**9)
     assert next(stream) == 0
     cycle: list[Any] = [stream]

@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, cast
 
 import anyio.to_thread
 import pytest
-from runs import start_async, start_sync, until
+from runs import run, start_async, start_sync, until
 
 from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S
 from daskserve.data.replica.execution.executor import UserExecutor
@@ -25,20 +25,6 @@ from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import PackedError
 
 DEADLINE_S = 10.0
-
-
-def run(scenario: Callable[[UserExecutor], Awaitable[None]], **options: Any) -> None:
-    """Run a scenario on a worker's loop with an executor, which it may leave open."""
-
-    async def main() -> None:
-        executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await scenario(executor)
-        finally:
-            assert await executor.close(DEADLINE_S)
-
-    asyncio.run(main())
 
 
 def test_a_post_that_fails_is_logged_and_does_not_take_others_with_it(
@@ -250,7 +236,7 @@ def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(event_loop: str) -> None:
+def test_cancelling_the_caller_cancels_async_code_and_reports_its_end(event_loop: str) -> None:
     async def scenario(executor: UserExecutor) -> None:
         began, cancelled, release = threading.Event(), threading.Event(), threading.Event()
         ended: list[bool] = []

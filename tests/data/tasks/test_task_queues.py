@@ -123,7 +123,7 @@ def test_a_full_queue_refuses_tasks(queue: TaskQueue) -> None:
     assert add(queue, task("c"), limit=2) == [True]
 
 
-def test_a_change_is_written_only_if_nobody_else_has_changed_the_task(queue: TaskQueue) -> None:
+def test_a_change_is_written_only_if_the_task_has_not_changed(queue: TaskQueue) -> None:
     add(queue, task("a"))
     (begun,) = claim(queue)
     cancelled = states.cancelled(begun, 2.0, RULES)

@@ -42,14 +42,14 @@ def test_bad_input_affects_only_its_sender_and_has_one_response(kinds: list[str]
         @given(deliveries())
         def test(delivery: Delivery) -> None:
             methods = [reading.method.upper() for reading in reference_http.read(delivery.data)]
-            told = [told_by(check(server, delivery), methods) for server in servers]
+            received = [seen_by(check(server, delivery), methods) for server in servers]
             if delivery.is_patient:
-                assert told == told[:1] * len(told)
+                assert received == received[:1] * len(received)
 
         test()
 
 
-def told_by(outcome: Outcome, methods: list[bytes]) -> list[tuple[int, bool, bytes]]:
+def seen_by(outcome: Outcome, methods: list[bytes]) -> list[tuple[int, bool, bytes]]:
     """Return what the client was told: the statuses, and the bodies that are whole."""
     answers = read_answers(outcome.answer, methods)
     return [(answer.status, answer.is_cut, b"" if answer.is_cut else answer.body) for answer in answers]

@@ -54,7 +54,7 @@ def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
 
 def check_frames(delivery: Delivery, outcome: Outcome) -> None:
     sent = read_frames(after_head(delivery.data), is_masked=True, max_bytes=MAX_MESSAGE_BYTES)
-    told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+    answered = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
     (seen,) = outcome.seen
     received = [
         message["bytes"] if message["text"] is None else message["text"]
@@ -62,31 +62,31 @@ def check_frames(delivery: Delivery, outcome: Outcome) -> None:
         if message["type"] == "websocket.receive"
     ]
     assert received == sent.messages[: len(received)]
-    assert told.messages == sent.messages[: len(told.messages)]
-    assert told.end in (End.OPEN, End.CLOSED), outcome.answer
-    if told.end is End.CLOSED:
-        assert told.rest == b"", f"something follows the closing: {told.rest!r}"
+    assert answered.messages == sent.messages[: len(answered.messages)]
+    assert answered.end in (End.OPEN, End.CLOSED), outcome.answer
+    if answered.end is End.CLOSED:
+        assert answered.rest == b"", f"something follows the closing: {answered.rest!r}"
     # To close a connection with unread data resets it, which may take the closing's code along.
     is_over = sent.end is not End.OPEN
-    is_reset = is_over and told.end is End.OPEN and len(delivery.data) > READ_BYTES
+    is_reset = is_over and answered.end is End.OPEN and len(delivery.data) > READ_BYTES
     if delivery.is_patient and not is_reset:
-        check_closing(sent, told)
+        check_closing(sent, answered)
 
 
-def check_closing(sent: Frames, told: Frames) -> None:
-    assert told.end is End.CLOSED
+def check_closing(sent: Frames, answered: Frames) -> None:
+    assert answered.end is End.CLOSED
     if sent.end is End.OPEN:
         # It never came to its end; that this would be no good one can be foreseen in some cases.
-        assert told.code in (1011, 1009, 1002, 1007)
-        assert told.code != 1011 or told.messages == sent.messages
+        assert answered.code in (1011, 1009, 1002, 1007)
+        assert answered.code != 1011 or answered.messages == sent.messages
     elif sent.end is End.CLOSED:
-        assert told.code in (sent.code, 1009)
+        assert answered.code in (sent.code, 1009)
     elif sent.end is End.TOO_LARGE:
-        assert told.code in (1009, 1007)
+        assert answered.code in (1009, 1007)
     else:
         # A server may wait for the whole head of a frame before it looks at it.
         is_cut = len(sent.rest) < LONGEST_HEAD_BYTES
-        assert told.code in (1002, 1007, 1009) or (is_cut and told.code == 1011)
+        assert answered.code in (1002, 1007, 1009) or (is_cut and answered.code == 1011)
 
 
 def after_head(data: bytes) -> bytes:
@@ -119,8 +119,8 @@ FRAMES = {
 def test_invalid_frames_close_the_websocket_with_their_code(server: FuzzedServer) -> None:
     for name, (frames, code) in FRAMES.items():
         outcome = check(server, Delivery(OPENING + frames + frame(1, b"late")))
-        told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
-        assert (told.code, told.messages) == (code, []), name
+        answered = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+        assert (answered.code, answered.messages) == (code, []), name
 
 
 def test_invalid_handshakes_are_refused(server: FuzzedServer) -> None:
@@ -167,6 +167,6 @@ def test_a_raw_path_is_accepted_or_refused(server: FuzzedServer) -> None:
 def test_valid_frames_are_echoed(server: FuzzedServer) -> None:
     frames = frame(1, b"a", is_final=False) + frame(9, b"?") + frame(0, b"b") + frame(2, b"\xff")
     outcome = check(server, Delivery(OPENING + frames + frame(8), ((len(OPENING + frames), 0.0),)))
-    told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
-    assert told.messages == ["ab", b"\xff"]
-    assert told.pongs == [b"?"]
+    answered = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+    assert answered.messages == ["ab", b"\xff"]
+    assert answered.pongs == [b"?"]

@@ -164,7 +164,7 @@ async def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes
 
 
 @each_case(
-    ("data", "told"),
+    ("data", "refusal"),
     [
         (b"no request\r\n\r\n", ("no", "", "1.1", 400)),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, ("GET", "", "1.1", 431)),
@@ -174,14 +174,14 @@ async def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes
         (UPLOAD + b"zz\r\n", ("POST", "/", "1.1", 400)),
     ],
 )
-async def test_what_the_server_refuses_itself_is_told(data: bytes, told: tuple[Any, ...]) -> None:
+async def test_what_the_server_refuses_itself_is_reported(data: bytes, refusal: tuple[Any, ...]) -> None:
     found: list[tuple[Any, ...]] = []
     async with serve(Application()) as server:
         server.on_refused(lambda client, *others: found.append(others))
         connect(server).send(data)
         await settle()
         await settle()
-    assert found == [told]
+    assert found == [refusal]
 
 
 # ---- the end of an exchange

@@ -463,11 +463,11 @@ async def test_a_server_that_stops_ends_sessions_at_once() -> None:
 async def test_an_invalid_handshake_is_refused(headers: str, status: int) -> None:
     async with serving(Echo()) as server, connected(server) as client:
         await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
-        found, told = await client.head()
+        found, received = await client.head()
         assert found == status
         assert (
             status == 400
-            or {name.lower(): each for name, each in told.items()}["sec-websocket-version"] == "13"
+            or {name.lower(): each for name, each in received.items()}["sec-websocket-version"] == "13"
         )
 
 

@@ -13,10 +13,9 @@ from tables import each_case
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.http_response import JOIN_BYTES
+from daskserve.proxies.exchange.http_response import JOIN_BYTES, split_whole
 from daskserve.proxies.exchange.response import head as response_head
 from daskserve.proxies.exchange.response.head import DateHeader, HeadCache
-from daskserve.proxies.exchange.response.response import split_whole
 from daskserve.proxies.server.server import HTTPServer
 
 TEXT = ((b"content-type", b"text/plain"),)

@@ -815,12 +815,12 @@ def test_an_open_websocket_that_fails_is_closed_by_the_server() -> None:
 
 
 async def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconnect() -> None:
-    told: list[Message] = []
+    received: list[Message] = []
 
     async def answer(receive: Receive, send: Send) -> None:
         await send({"type": "websocket.accept"})
         await send({"type": "websocket.send", "text": "are you there?"})
-        told.append(await receive())
+        received.append(await receive())
 
     async def receive() -> Message:
         return {"type": "websocket.disconnect", "code": 1006}
@@ -830,7 +830,7 @@ async def test_an_application_that_sends_after_a_disconnect_still_receives_the_d
             raise ConnectionResetError("gone")
 
     await make_ingress(Routers(answer))(make_socket_scope("/a"), receive, send)
-    assert told == [{"type": "websocket.disconnect", "code": 1006}]
+    assert received == [{"type": "websocket.disconnect", "code": 1006}]
 
 
 def test_lifespan_is_completed() -> None:

@@ -161,7 +161,7 @@ def test_a_missing_address_is_ignored_if_another_is_available() -> None:
 
 
 def test_a_free_port_is_free_in_all_address_families() -> None:
-    """The first port chosen is taken on the second address: the next try takes another one."""
+    """The first port chosen is taken on the second address: the next attempt takes another one."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", 0))
         taken.listen()

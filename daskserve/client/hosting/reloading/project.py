@@ -40,9 +40,9 @@ class Project:
     Attributes
     ----------
     folders : tuple of str
-        Whose modules are imported again.
+        The folders whose modules are imported again.
     others : str
-        Digest of the files that are no modules, and that every deployment may read.
+        Digest of the files that are not modules; every deployment may read them.
     recreates : bool
         Whether old replicas end before new ones start.
     """

@@ -20,9 +20,9 @@ logger = logging.getLogger("daskserve.channel")
 FIRST_PAUSE_S = 1.0
 
 
-def pause_s(tries: int, first_s: float, longest_s: float) -> float:
-    """Return the pause after a number of failed tries: it doubles, up to the longest."""
-    return min(longest_s, first_s * 2.0 ** min(tries, 30))
+def pause_s(attempts: int, first_s: float, longest_s: float) -> float:
+    """Return the pause after a number of failed attempts: it doubles, up to the longest."""
+    return min(longest_s, first_s * 2.0 ** min(attempts, 30))
 
 
 class RelayedWorkers:
@@ -33,7 +33,7 @@ class RelayedWorkers:
     connect : callable, optional
         Dials a worker directly; None means that the direct route is not tried again.
     longest_pause_s : float
-        Limit of the pauses between two tries.
+        Limit of the pauses between two attempts.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class RelayedWorkers:
         worker: WorkerAddress,
         adopt: Callable[[Transport], object],
     ) -> None:
-        tries = 0
+        attempts = 0
         while True:
-            await asyncio.sleep(pause_s(tries, FIRST_PAUSE_S, self._longest_pause_s))
-            tries += 1
+            await asyncio.sleep(pause_s(attempts, FIRST_PAUSE_S, self._longest_pause_s))
+            attempts += 1
             try:
                 transport = await connect(worker)
             except (OSError, ValueError, ServeError) as error:

@@ -143,7 +143,7 @@ class FramePacker:
         if self._is_packing:  # a finalizer sends something meanwhile
             return FramePacker().pack(frames, share)
         values = self._values
-        values.begin(share)
+        values.share = share
         self._is_packing = True
         try:
             body = self._packer.pack(frames)
@@ -164,21 +164,19 @@ class _Values:
     """Packs the values of one message that msgpack does not know."""
 
     def __init__(self) -> None:
-        self._share: Callable[[memoryview], bytes | None] | None = None
+        #: Shares a buffer of the message, or returns None to have it sent.
+        self.share: Callable[[memoryview], bytes | None] | None = None
         self._large: list[memoryview] = []
         self._made: list[msgpack.ExtType] = []
         #: The results of an earlier attempt, because a value must not be shared twice.
         self._repeated: Iterator[msgpack.ExtType] = iter(())
-
-    def begin(self, share: Callable[[memoryview], bytes | None] | None) -> None:
-        self._share = share
 
     def repeat(self) -> None:
         self._repeated, self._made = iter(self._made), []
 
     def end(self) -> list[memoryview]:
         large = self._large
-        self._share, self._large, self._made, self._repeated = None, [], [], iter(())
+        self.share, self._large, self._made, self._repeated = None, [], [], iter(())
         return large
 
     def pack(self, value: Any) -> msgpack.ExtType:
@@ -189,7 +187,7 @@ class _Values:
         return found
 
     def _refer(self, value: Any) -> msgpack.ExtType:
-        large, share = self._large, self._share
+        large, share = self._large, self.share
         if not isinstance(value, OutOfBand):
             what = "whole number of more than 64 bits" if isinstance(value, int) else type(value).__name__
             raise TypeError(f"a {what} cannot be sent over a channel")

@@ -8,9 +8,9 @@ fifth of the time.
 
 A segment can be written again once its content is no longer in use. For each received buffer, a reader
 opens the segment once more and locks that file, shared, until the buffer's last user drops it. The kernel
-drops the lock of a process that ends in any way, and a forked process holds it as well. The writer asks for
-an exclusive lock. A process that reads its own segment, because it has copied a buffer there, locks it in the
-same way.
+drops the lock of a process that ends in any way, and a forked process holds it as well. To learn whether a
+segment is in use, the writer tries to get an exclusive lock. A process that
+reads its own segment, because it has copied a buffer there, locks it in the same way.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Each end offers the other a segment with a random token. An end that can read th
 machine, with the same process numbers and the same user; in all other cases the buffers travel over the
 connection. The notes that both ends exchange::
 
-    (OFFER, process, descriptor, inode, token) where my segments are, and a test (ANSWER, can_read) whether
-    your segments can be read here (OPENED,) your next reference was opened
+    (OFFER, process, descriptor, inode, token)    where my segments are, and a test
+    (ANSWER, can_read)                            whether your segments can be read here
+    (OPENED,)                                     your next reference was opened
 
 A message refers to a segment by its descriptor in the sender's process, so the sender keeps it open until the
 other end has opened it. A buffer that lies in a segment is not copied: the message refers to that segment. It

@@ -275,16 +275,11 @@ class SocketTransport(Outbox):
         is_ready = self._readiness is not None and self._sharing.can_lend is not None
         return is_ready and not self._is_broken and not self._is_aborted
 
-    def _send(self, frames: list[Any]) -> None:
-        self._queue(frames)
-        if not self._is_full:
-            self._write()
-
     def _send_note(self, note: Sequence[Any]) -> None:
         if not self._is_broken and not self._is_aborted:
             self._send([(MEMORY, CONNECTION, note)])
 
-    def _queue(self, frames: list[Any]) -> None:
+    def _send(self, frames: list[Any]) -> None:
         try:
             body, large = self._packer.pack(frames, self._sharing.lend)
         finally:
@@ -299,6 +294,8 @@ class SocketTransport(Outbox):
         else:
             message_segments.frames, message_segments.pieces = frames, pieces
             self._pieces.append(message_segments)
+        if not self._is_full:
+            self._write()
 
     def _message(self, body: bytes, large: Sequence[memoryview]) -> list[Buffer]:
         head = HEAD.pack(MAGIC, 1 + len(large)) + SIZE.pack(len(body))

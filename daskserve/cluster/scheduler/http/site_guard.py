@@ -98,7 +98,7 @@ def is_of_another_site(request: HTTPServerRequest) -> bool:
 
 
 def _parsed(origin: str) -> SplitResult | None:
-    """Return the parts of an origin; None if the text is not an origin."""
+    """Return the parts of an origin; None if the string is not an origin."""
     try:
         return urlsplit(origin)
     except ValueError:

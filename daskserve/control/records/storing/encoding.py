@@ -46,7 +46,7 @@ def encode(record: Record) -> bytes:
 
 
 def encodable(key: str, record: Record) -> Record:
-    """Return a record as `encode` accepts it: surrogates in its texts become backslash escapes."""
+    """Return a record as `encode` accepts it: surrogates in its strings become backslash escapes."""
     stored = {"format": FORMAT, "fields": fields_of(record)}
     return decode(key, msgpack.packb(stored, unicode_errors="backslashreplace"))
 

@@ -53,17 +53,17 @@ def continuous_batch(
 ) -> Any:
     """Answer many calls together, step by step; calls join and leave between two steps.
 
-    It decorates the function or method that makes a step. Each caller passes its own arguments and gets an
-    async iterator of its own outputs. The function itself gets the list of active requests (`ActiveRequest`),
-    makes one step for all of them, and returns one output per request, in order. Instead of an output, it may
+    The decorated function or method makes one step. Each caller passes its own arguments and gets an async
+    iterator of its own outputs. The function itself gets the list of active requests (`ActiveRequest`), makes
+    one step for all of them, and returns one output per request, in order. Instead of an output, it may
     return None for no output in this step, ``StopIteration`` to end the request, or an exception to end it
     with that error. ``request.finish()`` ends it with the output of this step.
 
     ``@name.prefill`` decorates a function that is called once for requests that join, before their first
     step. It takes a list of them and returns a list of their states, which become ``request.state``.
     ``@name.release`` decorates a function that frees the model's resources for requests that have left. It
-    takes a list of them: they are done, have failed, were preempted, or their callers have left, timed out
-    or were cancelled.
+    takes a list of requests that are done, failed or preempted, or whose callers left, timed out or were
+    cancelled.
 
     Plain functions run in a thread, one call at a time, while the event loop hands out outputs. Async ones
     run on the event loop. An exception that a function raises ends all requests of its list; `StepError`
@@ -71,7 +71,7 @@ def continuous_batch(
 
     If the budget does not suffice for the next step, or a function raises `MemoryError`, the newest request
     of the lowest priority is preempted: it is released and waits at its place in the queue, keeps its
-    outputs, and goes through ``prefill`` again later. So raise `MemoryError` before anything has changed. A
+    outputs, and goes through ``prefill`` again later. So raise `MemoryError` before you change any state. A
     call with ``resume_from=[...]`` begins with these outputs in the same way.
 
     Each instance of the class has its own batch. ``name.stats()`` returns its load, and
@@ -82,8 +82,8 @@ def continuous_batch(
     max_slots : int
         Maximum number of active requests.
     max_queued : int
-        Maximum number of calls that wait for a slot. One more gets a `BackPressureError`, and over HTTP the
-        status 503, or takes the place of the newest one of a lower priority.
+        Maximum number of calls that wait for a slot. A further call replaces the newest waiting call of a
+        lower priority; if there is none, it gets a `BackPressureError` (HTTP status 503).
     max_cost : float, optional
         Maximum sum of the costs of active requests, such as tokens or bytes. Default: no limit.
     cost_fn : callable, optional
@@ -100,13 +100,13 @@ def continuous_batch(
     max_outputs : int
         Maximum number of outputs of a call; a call with more fails.
     step_timeout_s : float, optional
-        If a call of one of the functions takes longer, its requests get a `RequestTimeoutError`; those that
-        wait, and new ones until it returns, get an `UnavailableError`. Default: no limit.
+        Timeout of each call of a function. Its requests then get a `RequestTimeoutError`. Waiting requests,
+        and new ones until the function returns, get an `UnavailableError`. Default: no limit.
 
     Raises
     ------
     TypeError, ValueError
-        The function is a generator or no function, or an option is invalid.
+        The function is a generator or not a function, or an option is invalid.
 
     Examples
     --------

@@ -168,7 +168,8 @@ class Engine:
     def is_still_waiting(self, request: ActiveRequest) -> bool:
         """Return whether the caller of a request, whose waiter is set now, still has nothing to read.
 
-        A thread may have added an output before; it wakes the waiter for later ones.
+        A thread may have added an output before the waiter was set; it wakes the waiter only for later
+        outputs.
         """
         if request.read < len(request.outputs) or request.has_ended or request.has_left:
             return False
@@ -339,7 +340,7 @@ def _wake_all(requests: list[ActiveRequest]) -> None:
 
 
 def _start_thread(engine: Engine) -> threading.Event:
-    """Start the thread of an engine; return the event that wakes it. It ends once the engine is collected."""
+    """Start the thread of an engine; return the event that wakes it. The thread ends with the engine."""
     wake = threading.Event()
     ref = weakref.ref(engine, lambda _: wake.set())
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RequestState(Enum):
-    """The state of a request. User code holds resources for it only while it is `ACTIVE`."""
+    """The state of a request. User code holds resources only for `ACTIVE` requests."""
 
     WAITING = auto()
     ACTIVE = auto()
@@ -38,8 +38,8 @@ class ActiveRequest:
     state : any
         The result of ``prefill`` for it; user code may replace it. None before, and after ``release``.
     outputs : list
-        The outputs so far. In ``prefill``, there are some if the request was preempted, or continues a
-        request of another replica: the next output then follows them. Do not change the list.
+        The outputs so far. ``prefill`` gets earlier outputs if the request was preempted, or continues a
+        request of another replica. Do not change the list.
     slot : int
         Its slot, from 0 to ``max_slots - 1``, different from those of other active requests; -1 while it
         waits.
@@ -50,7 +50,7 @@ class ActiveRequest:
     user : hashable
         The result of ``user_fn``; None without one.
     request_id : str
-        The id of the request to the replica that made the call; empty outside of requests.
+        The id of the replica's request whose code made the call; empty outside of requests.
     preemptions : int
         How often it was preempted.
     """

@@ -2,8 +2,8 @@
 
 Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
 Choice: the request is sent at once if a replica has room and is in this process or has an open channel.
-The code that receives the answer then ends the call. A task carries the call if it has to wait, or continues
-it because the chosen replica has no channel yet, is full after all, or was lost before the request began.
+The code that receives the answer then ends the call. A task carries a call that has to wait. It also
+continues a call whose replica has no channel yet, is full after all, or was lost before the request began.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from daskserve.data.caller.calls.naming import with_called
 from daskserve.data.caller.calls.pending import begin_call
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import SAMPLING, Router
 from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError
@@ -47,8 +46,8 @@ from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 from daskserve.telemetry.tracing.carrier import NEW, TRACE
 
-#: The part of a call that user code reads from its request context: ids of `CallOptions`, the route. Before
-#: the call is sent, it also has the trace.
+#: The part of a call that user code reads from its request context: the ids in `CallOptions` and the route.
+#: The trace is added before the call is sent.
 Facts: TypeAlias = Mapping[str, Any] | None
 
 
@@ -183,8 +182,8 @@ class Call:
         self._replicas = replicas
         cancel: Callable[[], None] | None = None
         try:
-            # An idempotent call is retried if its replica is lost, for which it needs a task.
-            if not replica.has_queued_request and not is_idempotent_call(self._envelope):
+            # An idempotent call needs a task, which retries it if its replica is lost.
+            if not replica.has_queued_request and not self._envelope.is_idempotent_call():
                 cancel = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
             pass  # the task below finds another replica

@@ -44,8 +44,9 @@ class CallOptions:
         Waiting requests with a greater priority go first: a number from -100 to 100, or a name in the
         deployment's ``priority_config``. User code can read it from its request context.
     idempotent : bool
-        Whether a call may run twice. Then it is retried if its replica dies, as often as the deployment's
-        ``max_crash_retries`` says, and ``hedging_config`` applies to it. It has no effect on streams.
+        Whether a call may run twice. Then it is retried if its replica dies, at most ``max_crash_retries``
+        times (an option of the deployment), and ``hedging_config`` applies to it. It has no effect on
+        streams.
     request_serialization, response_serialization : str
         How arguments and results are serialized: ``"cloudpickle"`` (by the standard pickler if it can),
         ``"pickle"``, ``"msgpack"`` or ``"orjson"``.

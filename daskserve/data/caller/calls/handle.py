@@ -99,6 +99,7 @@ class Handle(BatchCalls):
         self._route = route
         self._options = options = options or CallOptions()
         self._facts: Facts = options.carried()
+        self._response_class = response_class(options.result)
         if ipython.shell() is not None:
             self._facts = {**(self._facts or {}), "is_shown": True}
         self._cluster = cluster
@@ -201,8 +202,7 @@ class Handle(BatchCalls):
         The arguments are pickled before this returns, so later changes to them have no effect. Arrays of
         1 MiB and more arrive read-only.
         """
-        make = response_class(self._options.result)
-        return make(*self._start(args, kwargs), self._cluster or self._process)
+        return self._response_class(*self._start(args, kwargs), self._cluster or self._process)
 
     # ---- chosen replicas, all replicas
 
@@ -247,7 +247,7 @@ class Handle(BatchCalls):
         ReplicaUnavailableError
             The replica has stopped, or was lost.
         """
-        return response_class(self._options.result)(*self._dispatch(selection, args, kwargs), self._process)
+        return self._response_class(*self._dispatch(selection, args, kwargs), self._process)
 
     def _dispatch(
         self,

@@ -43,7 +43,7 @@ def _text(endpoint: EndpointTag, is_legacy: bool, text: str) -> str:
 
 
 def as_read(error: BaseException) -> BaseException:
-    """Return the error of a call as the code that reads the response gets it; may run code of its class."""
+    """Return the error of a call in the form for its reader; may run code of the error's class."""
     # An error that a replica has packed belongs to another call, further down the chain.
     return unpacked(error) if type(error) is PackedError else with_caller(unpacked(error))
 

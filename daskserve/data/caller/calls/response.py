@@ -116,6 +116,7 @@ class Response:
             The error that the backend raised, with its own type.
         """
         left_s = self._wait(self._future, timeout_s)
+        # Raised here already, because `_value` would add a frame to the traceback that users read.
         self._check(self._future)
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s, left_s)
@@ -124,7 +125,7 @@ class Response:
     def _wait(
         self, future: PendingCall[Any], timeout_s: float | None, left_s: float | None = None
     ) -> float | None:
-        """Wait for the end of a call for the rest of a timeout; return the rest that is left then."""
+        """Wait for the end of a call, at most for the remaining timeout; return what then remains of it."""
         if left_s is None:
             left_s = timeout_s
         if future.done():
@@ -212,7 +213,7 @@ class FutureResponse(Response):
     """The pending answer to one call, which is read as a `distributed.Future` of the result.
 
     A large result stays with its replica until it is first read. It is then stored in the memory of that
-    worker, as a value of Dask. The reader gets an error of this step.
+    worker, as a value of Dask. An error of this step is raised for the reader.
 
     Among the arguments of another call, it is replaced by the result, as a `Response` is.
     """
@@ -254,7 +255,7 @@ class FutureResponse(Response):
 
 
 def response_class(result: str) -> type[Response]:
-    """Return the class of the responses to calls with an option ``result``."""
+    """Return the class of responses for a value of the option ``result``."""
     return FutureResponse if result == "future" else Response
 
 

@@ -23,7 +23,7 @@ from daskserve.errors import (
 
 #: Maximum number of replicas that may be lost during the call of one item, because the item may be the cause.
 MAX_LOSSES = 4
-#: Delay of the next try after a loss, and the minimum delay after a refusal.
+#: Delay of the next attempt after a loss, and the minimum delay after a refusal.
 LOST_PAUSE_S = 0.05
 
 Errors: TypeAlias = Literal["raise", "return", "skip"]
@@ -70,7 +70,7 @@ class Rules:
     Parameters
     ----------
     retries : int
-        How often a call is repeated that failed with an error of user code.
+        How often a call that failed with an error of user code is repeated.
     errors : str
         What to do with an item that has failed for good.
     """
@@ -106,7 +106,7 @@ def ends_all(error: BaseException) -> bool:
 
 
 def check_collection(verb: str, given: Any, method: str, wanted: str) -> None:
-    """Raise `BadRequestError` unless a Dask collection is given, which has ``method``."""
+    """Raise `BadRequestError` unless the argument is a Dask collection, which has ``method``."""
     if not hasattr(given, method):
         raise BadRequestError(
             f"{verb}() takes {wanted}, not a value of type {type(given).__name__}. For one value, call "

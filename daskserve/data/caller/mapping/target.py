@@ -15,8 +15,8 @@ from daskserve.data.caller.mapping.window import Item
 def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
     """Return the number of replicas of an endpoint, and how many batch requests to send to them at a time.
 
-    Each replica gets one request more than it runs, so that it never idles. Both numbers are 0 while they are
-    not known. Any thread may call this.
+    Each replica gets one request more than it can run, so that it never idles. Unknown numbers are 0. Any
+    thread may call this.
     """
     replicas = room = 0
     for tag in () if routers is None else routers.router(endpoint).backends:
@@ -36,7 +36,8 @@ class MapTarget:
     task : CurrentTask, optional
         The Dask task in whose thread the results are read.
     is_limited : bool
-        Whether only as many tasks free their slots as keep the replicas busy, because their inputs are large.
+        Whether only the tasks that are needed to keep the replicas busy free their slots, because the inputs
+        of tasks are large.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class Window:
         #: The items that may have killed replicas, including the one that is being tried now.
         self._suspects: deque[Item] = deque()
         self._suspect: Item | None = None
-        #: All items in order, or those that can be read.
+        #: The items to read: in order, all that were started; otherwise, only those that have ended.
         self._items: deque[Item] = deque()
         self._started = 0
         self._calls: dict[int, Item] = {}

@@ -109,7 +109,7 @@ class ReplicaPool:
         self._idle_relayed: deque[PooledReplica] = deque()
         self._newcomers: deque[PooledReplica] = deque()
         self._suspended: list[tuple[float, int, PooledReplica]] = []
-        #: All replicas that are not suspended, for `Pick`; None if that has changed.
+        #: All replicas that are not suspended, for `Pick`; None until the list is made again after a change.
         self._usable: list[PooledReplica] | None = None
         self._numbers = itertools.count()
         #: The number of this process's requests at the replicas, including replicas that are no longer used,

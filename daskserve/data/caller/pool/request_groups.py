@@ -4,8 +4,8 @@ Problem: each replica has a thread for user code. A request wakes that thread, a
 the interpreter lock. With ten replicas in a worker, a request takes 1.7 times the CPU time if each request
 goes to a different replica.
 
-Choice: the router sends a group of requests to the same replica, as many as the replicas of this process
-answer within `GROUP_S`. Requests that take longer than that are not grouped.
+Choice: the router sends a group of requests to the same replica. A group has as many requests as the replicas
+of this process answer within `GROUP_S`. Requests that take longer than that are not grouped.
 
 Pure: time is an argument.
 """
@@ -17,7 +17,7 @@ from daskserve.data.caller.pool.pooled_replica import PooledReplica
 #: The time in which the requests of a group arrive, and are answered.
 GROUP_S = 0.001
 MAX_SIZE = 32
-#: The weight of the newest answer in the mean time between two.
+#: The weight of the newest answer in the mean time between answers.
 PACE_WEIGHT = 0.02
 
 

@@ -11,9 +11,9 @@ import math
 
 #: Minimum time over which the busy share is averaged.
 WINDOW_S = 1.0
-#: The weight of the newest turn in their mean, once there are many.
+#: The weight of the newest turn in the mean of all turns, once there are many.
 TURN_WEIGHT = 0.02
-#: Longer turns count as this long in the mean, because a busy machine interrupts some of them.
+#: Longer turns count as this long in the mean, because a busy machine interrupts some turns.
 MAX_TURN_S = 0.004
 
 

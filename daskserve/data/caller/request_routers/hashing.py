@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.request_routers.interface import PendingRequest, RequestRouter, RunningReplica
-from daskserve.data.caller.request_routers.plain import two_of
+from daskserve.data.caller.request_routers.load_balancing import two_of
 
 #: Number of places of each replica on the ring.
 VIRTUAL_NODES = 100
@@ -107,7 +107,7 @@ class ConsistentHashRouter(RequestRouter):
             Number of replicas that a session may use beside its own; a request waits while all of them are
             full. None: any.
         affinity_rate_window_size
-            Ray Serve's; without effect.
+            An option of Ray Serve; without effect.
         """
         nodes = virtual_nodes if num_virtual_nodes is None else num_virtual_nodes
         fallbacks = fallback_replicas if num_fallback_replicas is None else num_fallback_replicas

@@ -1,11 +1,11 @@
 """Hedged requests: second attempts of requests that take long.
 
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
-would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
-second replica. The first answer is used, and the other try is cancelled. Only requests that may run twice are
-hedged. A budget limits the number of second attempts, in case all requests of a deployment take long. While
-little of the budget is left, second attempts begin later. Otherwise requests that are only slightly slower
-than most would spend it, and none would be left for slow ones.
+would answer at once. Choice: a request that takes longer than most is also sent to a second replica. The
+first answer is used, and the other try is cancelled. Only requests that may run twice are hedged. A budget
+limits the number of second attempts, in case all requests of a deployment take long. While little of the
+budget is left, second attempts begin later. Otherwise requests that are only slightly slower than most would
+spend it, and none would be left for slow ones.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from daskserve.telemetry.table import MetricSample
 METHODS = frozenset({"GET", "HEAD"})
 #: The number of latencies that are kept, between two computations of the delay, and before the first one.
 KEPT, EVERY, LEAST = 512, 32, 20
-#: The maximum budget, in second attempts, and the budget below which requests wait longer for a second
-#: attempt: up to twice as long when nothing is left.
+#: The maximum budget, in second attempts. Below the second number, requests wait longer for a second attempt:
+#: up to twice as long when nothing is left.
 MAX_SAVED, SCARCE = 10.0, 5.0
 #: Maximum number of late requests that are tried when the budget allows a second attempt.
 MAX_GRANTED = 8
 
 #: Sends a request.
-Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
+Attempt: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
 #: Takes a replica for a second attempt; returns the coroutine and a function that releases the replica, or
-#: None if there is no replica. A task that is cancelled before its first step never enters its coroutine.
-SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
+#: None if there is no replica. The coroutine cannot release it itself: a task that is cancelled before its
+#: first step never enters its coroutine.
+SecondAttempt: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
 class Sent:
@@ -61,17 +62,10 @@ def sent_to(envelope: Envelope) -> str:
     return routed.tag if type(routed) is Sent else ""
 
 
-def is_idempotent_call(envelope: Envelope) -> bool:
-    """Return whether the options of a call say that it may run twice; streams never may."""
-    head = envelope.head
-    facts = head.get("facts")
-    return bool(facts and facts.get("idempotent")) and not head.get("stream") and "reserve" not in head
-
-
 def no_body() -> Receive:
     """Return the ``receive`` of a second attempt: an empty body, then nothing while the client is connected.
 
-    A disconnect would end a streamed response. When the client leaves, the try is cancelled.
+    A disconnect would end a streamed response. When the client leaves, the second attempt is cancelled.
     """
     messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -106,7 +100,7 @@ class Hedging:
         self._saved = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         #: The requests without an answer after the delay and without a second attempt, the oldest first.
-        self._late: dict[_Race, SecondTry] = {}
+        self._late: dict[_Race, SecondAttempt] = {}
         #: The delay before a second attempt; None until enough latencies are known.
         self.delay_s: float | None = None
         #: The number of second attempts that answered first, and of those that did not.
@@ -117,7 +111,7 @@ class Hedging:
         head = envelope.head
         if envelope.kind is EnvelopeKind.HTTP:
             return not envelope.has_body and head.get("method") in METHODS and head.get("type") == "http"
-        return is_idempotent_call(envelope)
+        return envelope.is_idempotent_call()
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
         """Return the metric samples."""
@@ -126,7 +120,7 @@ class Hedging:
             ("router_hedges", (*labels, "lost"), self.lost),
         ]
 
-    async def send(self, first: Try, second: SecondTry, receive: Receive, send: Send) -> None:
+    async def send(self, first: Attempt, second: SecondAttempt, receive: Receive, send: Send) -> None:
         """Send a request, and send it to a second replica if it takes long."""
         self._saved = min(self._saved + self._budget, MAX_SAVED)
         self._grant()
@@ -185,7 +179,7 @@ class Hedging:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # marked as retrieved, because nothing reads the error of the slower try
+            task.exception()  # marked as retrieved, because nothing reads the error of the slower attempt
 
     def _note(self, took_s: float) -> None:
         self._latencies.append(took_s)
@@ -198,19 +192,19 @@ class Hedging:
 
 
 class _Race:
-    """Two tries of a request: the first one with a message wins, and only its messages are passed on."""
+    """Two attempts of a request: the first one with a message wins, and only its messages are passed on."""
 
     def __init__(self, send: Send, loop: asyncio.AbstractEventLoop) -> None:
         self._send = send
         self.tasks: list[asyncio.Task[None]] = []
         self.winner: int | None = None
-        #: Done when one of the tries has won.
+        #: Done when one of the attempts has won.
         self._decided: asyncio.Future[None] = loop.create_future()
         #: Done when there is a second attempt.
         self._joined: asyncio.Future[None] = loop.create_future()
 
     def sender(self, number: int) -> Send:
-        """Return the function that takes the messages of one try."""
+        """Return the function that takes the messages of one attempt."""
 
         def take(message: Message) -> Awaitable[None]:
             if self.winner is None:
@@ -222,14 +216,14 @@ class _Race:
         return take
 
     async def is_open(self, pause_s: float | None) -> bool:
-        """Wait for some time; return whether the first try has neither answered nor ended by then."""
+        """Wait for some time; return whether the first attempt has neither answered nor ended by then."""
         first = [self.tasks[0], self._decided]
         await asyncio.wait(first, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         return self.is_on
 
     @property
     def is_on(self) -> bool:
-        """Whether the first try has neither answered nor ended."""
+        """Whether the first attempt has neither answered nor ended."""
         return self.winner is None and not self.tasks[0].done()
 
     def join(self, task: asyncio.Task[None]) -> None:
@@ -238,7 +232,7 @@ class _Race:
         self._joined.set_result(None)
 
     async def run(self) -> int:
-        """Return the number of the try that has won, or that ended last; cancel the other one."""
+        """Return the number of the attempt that has won, or that ended last; cancel the other one."""
         tasks = self.tasks
         while self.winner is None and (running := [each for each in tasks if not each.done()]):
             news = [self._decided] if len(tasks) == 2 else [self._decided, self._joined]

@@ -18,7 +18,7 @@ from daskserve.common.types import Envelope, EnvelopeKind
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.multiplexing.ids import short_id
 
-#: Arguments of calls larger than this are not unpickled for a router.
+#: If the arguments of a call are larger than this, they are not unpickled for a router.
 MAX_ARGUMENT_BYTES = 1 << 20
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -48,7 +48,7 @@ class ReplicaID:
     deployment_id: DeploymentID
 
     def to_full_id_str(self) -> str:
-        """Return the id as one text."""
+        """Return the id as one string."""
         return self.unique_id
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ class PendingRequest:
     ----------
     metadata : RequestMetadata
     created_at : float
-        When it was first to be sent, on the clock of the event loop.
+        When the request first needed a replica, on the clock of the event loop.
     body : bytes
         The first part of an HTTP request's body, if the router has ``wants_body``.
     """
@@ -243,7 +243,7 @@ class PendingRequest:
         self.body = b""
         #: The replica that has the request; None before one is chosen, or if no router chose it.
         self.replica: RunningReplica | None = None
-        #: The option that says where the session is read from, as it was when the session was read.
+        #: Where the session was read from: the value of `Setup.session` at that time.
         self.session_place = ""
         #: The `RequestRouting` that chose the replica; a new one is made when the options change.
         self.sent_by: object = None
@@ -375,7 +375,7 @@ class LocalityMixin(RequestRouter):
     """Methods for a router that prefers replicas on its own host."""
 
     def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
-        """Return the ids of the replicas on this host at a request's first call, later those of all."""
+        """Return the ids of the replicas on this host for a request's first call; later the ids of all."""
         if pending_request is not None and not pending_request.routing_context.tried_same_node:
             pending_request.routing_context.tried_same_node = True
             near = {each.replica_id for each in self._replicas_list if each.node_id == self._self_node_id}

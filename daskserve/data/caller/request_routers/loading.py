@@ -9,7 +9,11 @@ from typing import Any
 
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import RequestRouter
-from daskserve.data.caller.request_routers.plain import LeastLatencyRouter, RoundRobinRouter, SameHostRouter
+from daskserve.data.caller.request_routers.load_balancing import (
+    LeastLatencyRouter,
+    RoundRobinRouter,
+    SameHostRouter,
+)
 from daskserve.data.caller.request_routers.prefixes import PrefixAffinityRouter
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.payload.importing import import_definition
@@ -33,7 +37,7 @@ def load_router(named: str) -> type[RequestRouter]:
     Raises
     ------
     TypeError
-        It is not a class of a router.
+        The loaded object is not a router class.
     Exception
         Whatever the import or the unpickling of user code raises.
     """

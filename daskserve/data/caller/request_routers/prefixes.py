@@ -1,4 +1,4 @@
-"""A router that sends prompts with a common beginning to the replica that has it in its cache.
+"""A router that sends prompts with a common beginning (prefix) to the replica that has it in its cache.
 
 Problem: a language model does not compute a beginning again if its cache has it, but each replica has its own
 cache. If a router only followed the caches, a beginning that all prompts share would send them all to one
@@ -8,8 +8,8 @@ Choice: the router cuts a text into blocks, which become longer towards its end,
 together with the hash of the block before it. So a hash names a whole beginning. Of a long block, the router
 hashes only the first and the last characters, because hashing all of a long prompt would take longer than the
 rest of the choice. Prompts that differ only in between go to the same replica, which then computes a part of
-the prompt again. For the same reason, the router compares the body of an HTTP request as the client wrote it,
-from the prompt on.
+the prompt again. For the same reason, the router does not parse the body of an HTTP request: it compares the
+JSON from the prompt on.
 
 For each hash, the router keeps the replicas that last got a text with this beginning. A request goes to the
 least loaded of the replicas that have the longest part of its beginning. If that replica has so many more

@@ -41,7 +41,6 @@ from daskserve.data.caller.request_routers.interface import (
     Setup,
 )
 from daskserve.data.caller.request_routers.loading import BUILT_IN, load_router
-from daskserve.data.caller.request_routers.plain import has_own
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
 from daskserve.data.caller.sessions import session_in
 from daskserve.errors import ReplicaBusyError
@@ -138,8 +137,8 @@ class RequestRouting:
 
     def _ready(self, router: RequestRouter) -> None:
         self._router = router
-        self._notes_routed = has_own(router, "on_request_routed")
-        self._notes_completed = has_own(router, "on_request_completed")
+        self._notes_routed = _has_own(router, "on_request_routed")
+        self._notes_completed = _has_own(router, "on_request_completed")
         self._seen = None
 
     def close(self) -> None:
@@ -160,7 +159,7 @@ class RequestRouting:
             each.routing_stats = self._stats.get(tag, {})
 
     def show_models(self, models_of: Callable[[str], frozenset[str]]) -> None:
-        """Show the router the multiplexed models of each replica, given a function by tag."""
+        """Set the multiplexed models of each known replica; ``models_of`` takes a replica's tag."""
         for tag, each in self._known.items():
             each.multiplexed_model_ids = models_of(tag)
 
@@ -400,7 +399,7 @@ def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
     """Return a replica that the router chooses for a second attempt, counting one more in flight there.
 
-    ``tag`` is the replica of the first try, which is excluded. Returns None if there is no other replica.
+    ``tag`` is the replica of the first attempt, which is excluded. Returns None if there is no other replica.
     """
     request = routing.request_of(envelope)
     thread = routing._thread
@@ -412,3 +411,8 @@ def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float
         routing.errors.note(error)
         routing.errors.count(error.kind)
         return None
+
+
+def _has_own(router: RequestRouter, method: str) -> bool:
+    """Return whether a router's class overrides a method of `RequestRouter`."""
+    return getattr(type(router), method) is not getattr(RequestRouter, method)

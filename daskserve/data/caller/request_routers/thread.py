@@ -113,12 +113,12 @@ class RouterThread:
         job = _Ask(function, args)
         self._follower.follow()
         self._put(job)
-        # The first attempt is for the usual case: without a time limit, it costs a fifth.
+        # In the usual case the answer is already there, and an attempt without a time limit costs a fifth.
         if not job.answered.acquire(False) and not job.answered.acquire(True, ANSWER_S):
             self._late = job
             self._follower.release()  # the router may compute for a long time
             if stopwatch() - self._not_before >= MAX_PENALTY_S:
-                self._penalty_s = PENALTY_S  # the router has been in time for long
+                self._penalty_s = PENALTY_S  # the router has answered in time for long enough
             self._not_before = stopwatch() + self._penalty_s
             self._penalty_s = min(2 * self._penalty_s, MAX_PENALTY_S)
             raise RouterError("late", f"has not answered within {shown(ANSWER_S)} s")

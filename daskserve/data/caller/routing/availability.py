@@ -29,7 +29,7 @@ class ReplicaAvailability:
         self._is_off = False
         #: Why no replica can load its code; empty if a replica can, or if that is not known.
         self._unloadable = ""
-        #: Set while the backend is being deleted: the error of its deploy, or an empty text.
+        #: Set while the backend is being deleted: the error of its deploy, or an empty string.
         self._ending: str | None = None
 
     def update(self, value: Any) -> None:

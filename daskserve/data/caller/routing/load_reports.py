@@ -1,6 +1,7 @@
 """Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
 
-A report also has the requests of the two versions of a rollout, and the failures of users' request routers.
+A report also contains the requests of the two versions of a rollout, and the failures of users' request
+routers.
 
 While requests wait or are in flight, a process sends one message a second for all backends, and one more
 when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a

@@ -49,8 +49,9 @@ def place_in_queue(
 ) -> tuple[PooledReplica, bool, bool]:
     """Return the replica for a request, whether it is sent to the queue there, and whether it is deferred.
 
-    This is the replica that was taken for it, unless that replica accepts no requests of batch jobs. Then it
-    is another one, even if a request router chose the first: that one may be kept free for half a minute.
+    This is the replica that was taken for the request, unless that replica accepts no requests of batch jobs.
+    Then another replica is returned, even if a request router chose the first, which may be kept free for
+    half a minute.
     """
     refused_at, ongoing = replica.batch_refusal
     if now - refused_at >= BATCH_REFUSAL_S or waiting.priority_of(envelope) > BATCH_PRIORITY:
@@ -86,7 +87,7 @@ class QueuedRequest:
     on_slot : callable
         Called when the request has its slot, so that the router may send the next one.
     is_deferred : bool
-        Whether it is deferred, as one of a batch job.
+        Whether the request belongs to a batch job and is deferred.
     """
 
     def __init__(

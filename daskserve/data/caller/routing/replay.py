@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive
-from daskserve.data.caller.request_routers.hedging import is_idempotent_call
 
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 #: Bodies up to this size are kept for a retry.
@@ -25,7 +24,7 @@ MAX_REPEATS = 3
 
 
 class Replay:
-    """Relays the body of a request to the replicas that it is sent to in turn; calls have none."""
+    """Relays the body of a request to each replica that gets the request in turn; calls have no body."""
 
     def __init__(self, envelope: Envelope, receive: Receive) -> None:
         self._envelope = envelope
@@ -81,4 +80,4 @@ class Replay:
 def _may_run_twice(envelope: Envelope) -> bool:
     if envelope.kind is EnvelopeKind.HTTP:
         return envelope.head.get("method") in IDEMPOTENT_METHODS
-    return is_idempotent_call(envelope)
+    return envelope.is_idempotent_call()

@@ -270,11 +270,12 @@ class ReplicaSet:
         replay = trial = since = load = None
         is_socket = False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
-            if self._apart.suspects.known:
-                trial = self._apart.trial_of(envelope)
-            if envelope.has_body:
+            trial = self._apart.trial_of(envelope) if self._apart.suspects.known else None
+            if envelope.has_body or envelope.lost:
                 receive = (replay := Replay(envelope, receive)).receive
-                if self._waiting.routing is not None:
+                if envelope.lost:
+                    trial = self._apart.rewind(envelope, replay, trial, *envelope.lost)
+                if self._waiting.routing is not None and envelope.has_body:
                     await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
@@ -303,9 +304,8 @@ class ReplicaSet:
                 return
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, envelope, was_queued=is_queued, span=span)
-                if replay is None:
-                    replay = Replay(envelope, receive)
-                trial = self._apart.rewind(envelope, replay, trial, replica, error)
+                replay = replay or Replay(envelope, receive)
+                trial = self._apart.rewind(envelope, replay, trial, error, replica.address.worker)
                 self.metrics.note_retry(error)
                 is_rejected = True
             except Exception as error:
@@ -436,7 +436,7 @@ async def _send_traced(
         raise
     finally:
         span.finish(failure)
-        del failure  # otherwise an error's traceback refers to this frame, and this frame to the error
+        del failure  # otherwise an error and this frame reference each other
 
 
 def _take_at_once(

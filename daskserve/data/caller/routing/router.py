@@ -411,7 +411,7 @@ class Routers:
             self._controller_watch.watch()
 
     def _update_left(self, new: ReplicaSet, value: Any) -> None:
-        """Apply the state of a backend to the set of an ended rollout, until its requests have ended."""
+        """Apply the state of a backend to the set of an ended rollout, until that set has no requests."""
         new.update(value)
         if not (new.waiting or new.in_flight):
             self._drop_set(new.tag)

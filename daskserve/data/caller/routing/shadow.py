@@ -218,8 +218,7 @@ class ResponseComparer:
     path : str or None
         Import path of the function that returns whether two answers are equal.
     slow_s : float
-        After this time, a comparison that has not returned counts as one that could not be made. No other is
-        made until it returns.
+        A comparison that takes longer counts as failed. No other comparison starts until it returns.
     """
 
     def __init__(self, path: str | None, slow_s: float = SLOW_S) -> None:
@@ -228,7 +227,7 @@ class ResponseComparer:
         #: `failed` counts answers that the function could not compare; `trouble` is the last error.
         self.compared = self.different = self.failed = 0
         self.trouble = ""
-        #: The last differences, as texts.
+        #: The last differences, as strings.
         self.samples: deque[str] = deque(maxlen=KEPT_DIFFERENCES)
         self._pending = 0
         self._turn = asyncio.Lock()
@@ -278,7 +277,7 @@ class ResponseComparer:
         self.trouble = trouble[:MAX_SAMPLE]
 
     def _difference(self, old: ShadowResponse, new: ShadowResponse) -> tuple[str, str]:
-        """Return the difference between two answers, and why they cannot be compared; empty texts if none."""
+        """Return the difference between two answers, and why they cannot be compared; "" for neither."""
         before, after = _shown_value(old), _shown_value(new)
         if isinstance(before, BaseException) or isinstance(after, BaseException):
             is_equal = _kind_of(before) == _kind_of(after)

@@ -41,7 +41,7 @@ def find_installer(variables: Mapping[str, str]) -> str | None:
 
 
 def folder_of(packages: Sequence[str], root: Path) -> Path:
-    """Return the folder of the environment with these packages over this process's Python."""
+    """Return the folder of the environment that adds these packages to those of this process's Python."""
     what = json.dumps([sys.prefix, sys.version, sorted(packages)])
     return root / hashlib.sha256(what.encode()).hexdigest()[:20]
 

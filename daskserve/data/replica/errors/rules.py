@@ -42,7 +42,7 @@ _NO_CONTEXT = (
 
 
 class Rule(NamedTuple):
-    """A note for errors of a class, given by module and name, whose text a pattern matches."""
+    """A note for errors of one class (given by module and name) whose text matches a pattern."""
 
     error: str
     pattern: str

@@ -1,4 +1,4 @@
-"""Packs errors of user code in threads, with a timeout, if their classes define relevant methods.
+"""Packs errors of user code in threads, with a timeout, if packing may run code of their classes.
 
 Most errors are packed where user code raises them, in a fraction of a millisecond
 (`daskserve.payload.packed_errors.pack_now`). But the ``__str__`` or ``__reduce__`` of a user's class may

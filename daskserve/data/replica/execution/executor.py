@@ -43,7 +43,7 @@ class UserExecutor:
     Parameters
     ----------
     name : str
-        Of the threads: ``daskserve-<name>``.
+        The threads are named ``daskserve-<name>``.
     context : Context
         Hooks run in a fresh copy of it.
     threads : int

@@ -67,7 +67,7 @@ class MessagePipe:
     #: The bytes of the body that the caller does not have yet, infinite if the length is unknown. At 0, the
     #: caller has the whole response, although the application may end it later, after background tasks.
     missing_bytes: float = math.inf
-    #: Whether ``first`` is the empty body of a request without one; the caller's ``receive`` repeats it.
+    #: Whether ``first`` is the empty body of a request that has none; the caller's ``receive`` repeats it.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
     #: Called on the worker's loop when there are messages in the `outbox`.

@@ -51,6 +51,7 @@ from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
 from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, ServeError
 from daskserve.internals.otlp_exporter import post_of
+from daskserve.loops.connection_table import LostAttempt
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.importing import call_imported
 from daskserve.telemetry.logs.ended import ProcessFile
@@ -288,12 +289,16 @@ class ChildCode:
         return ActorLostError(loss, begun=error.begun, is_planned=self._is_planned)
 
     def _note_end(self) -> None:
-        listening_children(self._context.cluster).forget(self._start.replica_tag)
-        if not self.slots.is_open or self._child is None:
+        if self._child is None:
             return
-        self.loss = (
-            f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.exit_reason}."
-        )
+        tag = short_tag(self._start.replica_tag)
+        loss = f"Replica {tag!r} is lost: its process {self._child.exit_reason}."
+        error = ActorLostError(loss, begun=True, is_planned=self._is_planned)
+        lost = LostAttempt(error, self._context.worker)
+        listening_children(self._context.cluster).forget(self._start.replica_tag, lost)
+        if not self.slots.is_open:
+            return
+        self.loss = loss
         self.slots.closed_because = self.loss
         self.slots.close()
         crash = f"\n{self._child.crash}" if self._child.crash else ""

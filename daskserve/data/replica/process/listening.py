@@ -1,9 +1,12 @@
-"""Child processes that accept connections from the sockets of the proxies of their worker.
+"""Child processes that serve connections of the proxies of their worker.
 
-The proxies of a worker register their listening sockets here, together with their facts: routes, and rules
-for bodies. Each child gets the sockets and these facts when it has started, and the facts again after each
-change. One task for each child sends the changes, so a blocked child delays only itself. While at least one
-child accepts from the sockets of a proxy, the proxy accepts no connections.
+The proxies of a worker register here, together with their facts: routes, and rules for bodies. Each child
+gets these facts when it has started and after each change, and then connections of the proxies. One task for
+each child sends the changes, so a blocked child delays only itself.
+
+A connection moves, while it is open, to a child that answers its requests, and back to the proxy when it has
+a request for another endpoint, or when the child stops. If the child was killed, the proxy continues with
+its connections, too: see `daskserve.data.replica.process.given_connections`.
 
 The counters of a child's listeners belong to the proxy (`Port.samples`), and are kept when the child has
 ended.
@@ -14,20 +17,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import zip_longest
 from typing import Any
 
 from daskserve.cluster.protocols.base import Process, TaskRequest
 from daskserve.common.types import ActorRequest, Envelope, Load, Receive, Send
+from daskserve.data.replica.process.given_connections import GivenConnections
+from daskserve.data.replica.process.port import Port
 from daskserve.errors import ActorLostError
+from daskserve.loops.connection_table import LostAttempt, MovedConnection
 from daskserve.loops.tasks import TaskSet
-from daskserve.telemetry.collector import FoldedTotals, sample_of
 from daskserve.telemetry.error_log import ErrorLog
-from daskserve.telemetry.histogram import HistogramCounts
-from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -71,67 +71,16 @@ def answers_itself(
     return not any(backend.get(each) for each in ("router", "order", "hedging", "rollout"))
 
 
-class Port:
-    """The sockets of a proxy from which children accept, and the metrics of their listeners.
-
-    Parameters
-    ----------
-    name : str
-        The name of the proxy.
-    start : bytes
-        The encoded `daskserve.options.start_messages.ProxyStart` of a child's listener.
-    sockets : list of int
-        The descriptors of the listening sockets.
-    leave_to_others : callable
-        Called with whether the proxy leaves all connections to children.
-    is_only : bool
-        Whether the instance has no other proxy.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        start: bytes,
-        sockets: Sequence[int],
-        leave_to_others: Callable[[bool], None],
-        *,
-        is_only: bool = False,
-    ) -> None:
-        self.name, self.start, self.sockets = name, start, sockets
-        self.is_only = is_only
-        self.leave_to_others = leave_to_others
-        self._reported: dict[str, list[MetricSample]] = {}
-        #: The totals of listeners that have ended.
-        self._ended = FoldedTotals()
-
-    def report(self, key: str, samples: Iterable[Any]) -> None:
-        """Record the metrics of a child's listener, in plain values."""
-        self._reported[key] = [sample_of(each) for each in samples]
-
-    def fold(self, key: str) -> None:
-        """Keep the totals of a listener that has ended."""
-        self._ended.add(self._reported.pop(key, ()), self._present)
-
-    def _present(self) -> list[MetricSample]:
-        return [sample for each in list(self._reported.values()) for sample in each]
-
-    def samples(self) -> list[MetricSample]:
-        """Return the metrics of the listeners of all children, as last read."""
-        return [*self._ended.samples(), *self._present()]
-
-
 class ListeningChild:
     """One child, and the task that sends it each change.
 
-    The child accepts connections only while it answers an endpoint itself, because all other requests would
+    The child gets connections only while it answers an endpoint itself, because all other requests would
     merely pass through it.
 
     Parameters
     ----------
     wanted : callable
-        Returns the facts for the child, and the ports from which it should accept.
-    on_change : callable
-        Called when it starts or stops accepting.
+        Returns the facts for the child, and the ports whose connections it should get.
     """
 
     def __init__(
@@ -142,17 +91,15 @@ class ListeningChild:
         hand_over: HandOver,
         cluster: Process,
         wanted: Callable[[ListeningChild], tuple[dict[str, Any], Sequence[Port]]],
-        on_change: Callable[[], object],
     ) -> None:
         self.backend_tag, self.replica_tag = backend_tag, replica_tag
         self._call, self._hand_over, self._cluster = call, hand_over, cluster
-        self._wanted, self._on_change = wanted, on_change
+        self._wanted = wanted
         #: The keys of the listeners that the child should have, and the ports of all its listeners, by key.
         self._keys: dict[Port, str] = {}
         self._open: dict[str, Port] = {}
+        self._connections: dict[str, GivenConnections] = {}
         self._numbers = itertools.count(1)
-        #: The ports from which the child accepts.
-        self.accepts: set[Port] = set()
         #: The task of `run`.
         self.updating: asyncio.Task[None] | None = None
         self._changed, self.notified = asyncio.Event(), asyncio.Event()
@@ -184,55 +131,71 @@ class ListeningChild:
                     self.notified.set()
         finally:
             self.notified.set()
-            self.accepts.clear()
-            self._on_change()
+            self._withdraw()
 
     async def _listen(self) -> None:
         wanted, ports = self._wanted(self)
         for port in [each for each in self._keys if each not in ports]:
-            self._leaving.spawn(self.leave(port, LEAVE_S, sends_away=False), "listening-leave")
+            leaving = self.leave(port, LEAVE_S, sends_away=False, gives_back=True)
+            self._leaving.spawn(leaving, "listening-leave")
         for port in ports:
             if port not in self._keys:
                 key = f"{port.name}#{next(self._numbers)}"
-                self._hand_over(key, port.sockets)
+                connections = port.connections()
+                self._open[key], self._connections[key] = port, connections
+                self._hand_over(key, connections.files)
                 self._keys[port] = key
-                self._open[key] = port
         if not self._open:
             return
         listeners = {self._keys[each]: each.start for each in ports}
         await self._call("listen", wanted={**wanted, "listeners": listeners})
-        self.accepts.update(each for each in ports if each in self._keys)
-        self._on_change()
+        for port in ports:
+            if port in self._keys:
+                port.offer(self._connections[self._keys[port]], frozenset(wanted["own"]))
 
-    async def leave(self, port: Port, grace_s: float, *, sends_away: bool = True) -> None:
-        """Close a port of the child; return when its connections have ended."""
-        self.accepts.discard(port)
-        self._on_change()
+    def _withdraw(self) -> None:
+        for key, connections in self._connections.items():
+            self._open[key].withdraw(connections)
+
+    async def leave(
+        self, port: Port, grace_s: float, *, sends_away: bool = True, gives_back: bool = False
+    ) -> None:
+        """Close a port of the child; return when its connections have ended.
+
+        For ``sends_away`` and ``gives_back``, see `daskserve.proxies.server.server.HTTPServer.drain`.
+        """
         key = self._keys.pop(port, None)
         if key is not None:
-            await self._stop(key, grace_s, sends_away=sends_away)
-            self._fold([key])
+            port.withdraw(self._connections[key])
+            if await self._stop(key, grace_s, sends_away=sends_away, gives_back=gives_back):
+                self._fold([key])
 
     async def end(self, grace_s: float) -> None:
         """Close all ports of the child for good; return when its connections have ended."""
         if self.updating is not None:
             self.updating.cancel()
-        self.accepts.clear()
-        self._on_change()
+        self._withdraw()
         if self._open:
-            await self._stop("", grace_s, sends_away=True)
+            await self._stop("", grace_s, sends_away=True, gives_back=True)
         self.mark_ended()
 
-    def mark_ended(self) -> None:
-        """Record that the child has ended."""
+    def mark_ended(self, lost: LostAttempt | None = None) -> None:
+        """Record that the child has ended; its connections continue elsewhere if it is ``lost``."""
         if self.updating is not None:
             self.updating.cancel()
-        self._fold(list(self._open))
+        self._fold(list(self._open), lost)
 
-    async def _stop(self, key: str, grace_s: float, *, sends_away: bool) -> None:
-        leaving = self._call("stop_listening", key=key, grace_s=grace_s, sends_away=sends_away)
-        with suppress(ActorLostError, TimeoutError):  # the child has already ended, or does not answer
+    async def _stop(self, key: str, grace_s: float, *, sends_away: bool, gives_back: bool) -> bool:
+        leaving = self._call(
+            "stop_listening", key=key, grace_s=grace_s, sends_away=sends_away, gives_back=gives_back
+        )
+        try:
             self.report(await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S))
+        except ActorLostError:
+            return False  # its connections continue elsewhere when its process has ended
+        except TimeoutError:
+            pass  # it does not answer
+        return True
 
     def report(self, listeners: Mapping[str, Any]) -> None:
         """Record the metrics of the child's listeners, by their keys."""
@@ -240,10 +203,12 @@ class ListeningChild:
             if key in self._open:
                 self._open[key].report(self._name(key), samples)
 
-    def _fold(self, keys: Iterable[str]) -> None:
+    def _fold(self, keys: Iterable[str], lost: LostAttempt | None = None) -> None:
         for key in keys:
             if key in self._open:
-                self._open.pop(key).fold(self._name(key))
+                port = self._open.pop(key)
+                port.drop(self._connections.pop(key), lost)
+                port.fold(self._name(key))
 
     def _name(self, key: str) -> str:
         return f"{self.replica_tag} {key}"
@@ -272,14 +237,14 @@ class ListeningChildren:
         self,
         name: str,
         start: bytes,
-        sockets: Sequence[int],
-        leave_to_others: Callable[[bool], None],
+        max_connections: int,
+        serve: Callable[[MovedConnection], object],
         rules_of: Callable[[str], Any],
         *,
         is_only: bool = False,
     ) -> Port:
-        """Let the children accept from the sockets of a proxy; see `Port`."""
-        port = Port(name, start, sockets, leave_to_others, is_only=is_only)
+        """Let the children serve connections of a proxy; see `Port`."""
+        port = Port(name, start, max_connections, serve, is_only=is_only)
         self._ports.append(port)
         self._rules_of = rules_of
         for child in self._children.values():
@@ -293,7 +258,6 @@ class ListeningChildren:
         if port not in self._ports:
             return
         self._ports.remove(port)
-        port.leave_to_others(False)
         if not self._ports:
             for key in list(self._watches):
                 self._unwatch(key)
@@ -308,9 +272,7 @@ class ListeningChildren:
 
     def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
         """Add a child; from now on, it gets all changes."""
-        child = ListeningChild(
-            backend_tag, replica_tag, call, hand_over, self._cluster, self._wanted, self._note_accepting
-        )
+        child = ListeningChild(backend_tag, replica_tag, call, hand_over, self._cluster, self._wanted)
         self._children[replica_tag] = child
         child.updating = self._tasks.spawn(child.run(), "listening-child")
         if self.is_open:
@@ -323,15 +285,14 @@ class ListeningChildren:
             child.report(listeners)
 
     async def remove(self, replica_tag: str, grace_s: float) -> None:
-        """Stop accepting connections in a child; return when its connections have ended."""
+        """Close the ports of a child; return when it has no more connections."""
         if (child := self._pop(replica_tag)) is not None:
             await child.end(grace_s)
 
-    def forget(self, replica_tag: str) -> None:
-        """Record that a child has ended."""
+    def forget(self, replica_tag: str, lost: LostAttempt) -> None:
+        """Record that a child's process has ended, and why."""
         if (child := self._pop(replica_tag)) is not None:
-            child.mark_ended()
-            self._note_accepting()
+            child.mark_ended(lost)
 
     def _pop(self, replica_tag: str) -> ListeningChild | None:
         child = self._children.pop(replica_tag, None)
@@ -348,10 +309,6 @@ class ListeningChildren:
             _, late = await asyncio.wait(waiting, timeout=NOTIFY_S)
             for each in late:
                 each.cancel()
-
-    def _note_accepting(self) -> None:
-        for port in self._ports:
-            port.leave_to_others(any(port in child.accepts for child in self._children.values()))
 
     def _watch_endpoints(self) -> None:
         keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts.get("routes") or {}).values()}
@@ -390,6 +347,8 @@ class ListeningChildren:
                 has_only_proxy=any(port.is_only for port in self._ports),
             )
         ]
+        for port in self._ports:
+            port.endpoints = frozenset(endpoints)
         rules = {each: list(found) for each in endpoints if (found := self._rules_of(each)) is not None}
         return {"own": own, "rules": rules, **self._facts}, list(self._ports) if own else []
 
@@ -415,57 +374,3 @@ def pass_on(cluster: Process, endpoint: str, number: int, envelope: Envelope) ->
         return Load()
 
     return TaskRequest(respond)
-
-
-def with_children(own: Mapping[str, Any], samples: Iterable[MetricSample]) -> dict[str, Any]:
-    """Return the counts of a proxy plus those of its children's listeners, from their metrics."""
-    more = totals_of(samples)
-    return {key: _added(value, more[key]) if key in more else value for key, value in own.items()}
-
-
-def _added(own: Any, more: Any) -> Any:
-    if isinstance(own, Mapping):
-        return {
-            **more,
-            **{key: _added(each, more[key]) if key in more else each for key, each in own.items()},
-        }
-    if isinstance(own, list):
-        return [sum(each) for each in zip_longest(own, more, fillvalue=0)]
-    return own + more
-
-
-def totals_of(samples: Iterable[MetricSample]) -> dict[str, Any]:
-    """Return the counts of running and ended requests of listeners, from their metrics."""
-    responses: Counter[str] = Counter()
-    endpoints: dict[str, list[int]] = {}
-    ended = failed = ongoing = 0
-    latency: HistogramCounts | None = None
-    for name, labels, value in samples:
-        if name == "http_request_duration_seconds":
-            assert isinstance(value, HistogramCounts)
-            if latency is None:
-                latency = value.copy()
-            else:
-                latency.add(value.counts, value.sum)
-        elif name == "http_ongoing_requests":
-            ongoing += int(value)  # type: ignore[arg-type]
-        elif name == "http_requests":
-            assert not isinstance(value, HistogramCounts)
-            endpoint, status, count = labels[2], labels[4], int(value)
-            responses[f"{status[0]}xx"] += count
-            ended += count
-            failed += count if status >= "500" else 0
-            if endpoint:
-                known = endpoints.setdefault(endpoint, [0, 0])
-                known[0] += count
-                known[1] += count if status >= "500" else 0
-    return {
-        "ongoing": ongoing,
-        "responses": dict(responses),
-        "ended": ended,
-        "failed": failed,
-        "endpoints": endpoints,
-        "handled_total": 0 if latency is None else sum(latency.counts),
-        "latency_counts": [] if latency is None else list(latency.counts),
-        "latency_sum_s": 0.0 if latency is None else latency.sum,
-    }

@@ -208,18 +208,22 @@ class ReplicaServer:
                 replica.slots,
                 context,
                 to_worker=parent.request,
-                take_sockets=parent.take_sockets,
+                take_files=parent.take_files,
                 trace=lambda options: enable(context, options, call_imported, post_of),
             )
         current_instance.set(self._context.spec.instance)  # for the log records of the listeners' tasks
         await self._listeners.listen(wanted)
 
     @verb
-    async def stop_listening(self, key: str, grace_s: float, sends_away: bool = True) -> dict[str, Any]:
+    async def stop_listening(
+        self, key: str, grace_s: float, sends_away: bool = True, gives_back: bool = False
+    ) -> dict[str, Any]:
         """Close a port, or all, wait for the requests of its connections, and return the last metrics."""
         if self._listeners is None:
             return {}
-        found: dict[str, Any] = await self._listeners.stop(key, grace_s, sends_away=sends_away)
+        found: dict[str, Any] = await self._listeners.stop(
+            key, grace_s, sends_away=sends_away, gives_back=gives_back
+        )
         return found
 
     @verb

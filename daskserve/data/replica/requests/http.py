@@ -26,8 +26,9 @@ from daskserve.loops.tasks import within
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.batches import span_of_item
 
-#: How long async code waits for the first part of a body, which most clients send with the head. Code that
-#: begins with it crosses to its event loop once less, but may answer without it.
+#: How long async code waits for the first part of a body, which most clients send with the head. Starting
+#: with this part saves one crossing to the user-code loop. The wait is short, because the code may not need
+#: the body.
 FIRST_PART_S = 0.05
 #: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
 _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}

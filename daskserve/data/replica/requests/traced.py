@@ -1,7 +1,7 @@
 """Requests with a trace context, which make the spans of the replica and of user code.
 
-`daskserve.data.replica.local_code.LocalCode.handle` creates these kinds only for a head with the key `TRACE`,
-so other requests have no overhead.
+`daskserve.data.replica.local_code.LocalCode.handle` creates such requests only if the head has the key
+`TRACE`, so other requests have no overhead.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from daskserve.payload.pickling import Substitute
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-#: The attribute of an endpoint with the class that it is a method of.
+#: The attribute of an endpoint that holds the class whose method it is.
 OWNER = "__daskserve_class__"
 #: The key of the object in the scope of a request.
 OBJECT = "daskserve.object"
@@ -104,7 +104,7 @@ class IngressDecorator:
 
 
 def ingress(app: Any) -> IngressDecorator:
-    """Give a class the routes of an ASGI application; use it as a decorator.
+    """Decorate a class with the routes of an ASGI application.
 
     Methods that are endpoints of the application (``@app.get("/items/{id}")``) and their dependencies get
     ``self``, the object of the replica. All public methods stay callable by handle. Each replica gets the

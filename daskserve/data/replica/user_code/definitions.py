@@ -28,7 +28,7 @@ HOOKS = frozenset(
     }
 )
 
-#: The attribute of a class with its application or builder, and of an object with its own application.
+#: The attribute that holds the application or builder of a class, or an object's own application.
 APP = "__daskserve_app__"
 #: An attribute of classes whose objects cannot be served: what to serve instead.
 REMEDY = "__daskserve_remedy__"

@@ -133,8 +133,8 @@ def parse_json(body: bytes) -> Any:
     """Return the value of a JSON text, like `json.loads`.
 
     The parser of pydantic takes an eighth of the time of `json` for 1,000 floats, and a third for 64
-    integers. Texts that it does not accept, such as UTF-16 or lone surrogates, are left to `json`, and so are
-    errors.
+    integers. `json` parses the texts that this parser does not accept, such as UTF-16 or lone surrogates, and
+    raises the errors.
     """
     try:
         return pydantic_core.from_json(body)

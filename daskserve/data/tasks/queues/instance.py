@@ -20,7 +20,7 @@ from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ClosedError, InstanceError, NotRunningError, UnavailableError
 
-#: How long the scheduler may take to answer; because it may be being replaced.
+#: How long the scheduler may take to answer; it may be in the middle of a replacement.
 REPLY_S = 5.0
 #: How long an idle consumer waits for a task before it asks again.
 WAIT_S = 10.0

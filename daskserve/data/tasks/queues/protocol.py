@@ -54,7 +54,7 @@ class TaskQueue(Protocol):
     Raises
     ------
     TaskQueueError
-        Any of them: the queue cannot be reached, read or written.
+        Raised by any method: the queue cannot be reached, read or written.
     """
 
     def open(self) -> None:

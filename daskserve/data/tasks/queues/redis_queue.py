@@ -3,7 +3,7 @@
 Each task is a hash; for each queue, sorted sets contain the ids of tasks that wait for their time, are ready,
 run, or have ended. A script changes a task and the sets in one step, if the task has the expected revision.
 To claim tasks, a script moves their ids to the set of running tasks, so that no other consumer gets them; the
-tasks themselves change in a second step. If the consumer is killed in between, their leases end.
+tasks themselves change in a second step. If the consumer is killed between the two steps, the leases end.
 
 All keys have one hash tag, so that a cluster of Redis keeps them together. How much a crash of Redis itself
 loses depends on its persistence: with ``appendonly yes`` and ``appendfsync everysec``, one second.

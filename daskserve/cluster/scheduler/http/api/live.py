@@ -32,9 +32,9 @@ class LiveFeed:
     Attributes
     ----------
     found : dict or None
-        The newest ones; None while no controller answers.
+        The newest live metrics; None while no controller answers.
     error : ServeError or None
-        Why there will be no further ones.
+        Why there will be no further live metrics.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:

@@ -40,7 +40,7 @@ class Operation:
     Attributes
     ----------
     path : str
-        With names in braces.
+        The path, with names in braces.
     verb : callable
         Returns the verb of the controller for a request, and its message.
     answer : callable
@@ -116,7 +116,7 @@ def _put(request: APIRequest) -> tuple[str, Message]:
 def _change(verb: str, *names: str) -> Callable[[APIRequest], tuple[str, Message]]:
     """Return the function that builds the controller call for an operation that changes the path's object.
 
-    A retried request changes it once.
+    A retried request changes the object only once.
     """
 
     def message(request: APIRequest) -> tuple[str, Message]:

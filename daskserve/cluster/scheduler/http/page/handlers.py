@@ -149,9 +149,9 @@ class InstancesHandler(_Handler):
 class StreamHandler(_Handler):
     """Streams the content of an instance's pages as server-sent events.
 
-    An event ``ping`` has the time in seconds since the epoch. An event ``parts`` has JSON with ``parts`` by
-    name, and ``is_all``: whether all other parts were removed. An event ``events`` has a list of events,
-    oldest first; ``ended`` says that the instance has ended.
+    An event ``ping`` contains the time in seconds since the epoch. An event ``parts`` contains ``parts`` by
+    name, as JSON, and ``is_all``: whether all other parts were removed. An event ``events`` contains a list
+    of events, oldest first. An event ``ended`` reports the end of the instance.
     """
 
     async def get(self, instance: str) -> None:
@@ -187,7 +187,7 @@ class StreamHandler(_Handler):
                 return
             is_all, parts = feed.parts.since(number)
             if parts:
-                # The texts are JSON already.
+                # The parts are JSON already.
                 texts = ",".join(f"{json.dumps(name)}:{text}" for name, text in parts.items())
                 self.write(f'event: parts\ndata: {{"is_all":{json.dumps(is_all)},"parts":{{{texts}}}}}\n\n')
                 number = feed.parts.number

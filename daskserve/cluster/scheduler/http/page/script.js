@@ -1040,7 +1040,7 @@ async function rollBack(app) {
     act: (form) => post(`serve/applications/${encodeURIComponent(app.name)}/rollback`, { revision: Number(form.get("revision")) }) });
 }
 function rolloutAction(each, verb, text) {
-  const what = { pause: "It stays at its step until it is promoted or aborted; its gates stay in force.", promote: "It goes on to its next step at once, whatever it waits for.", abort: "The old version gets all traffic, and the change is taken back." }[verb];
+  const what = { pause: "It stays at its step until it is promoted or aborted; its gates stay in force.", promote: "It goes on to its next step at once, whatever it waits for.", abort: "The old version gets all traffic, and the change is rolled back." }[verb];
   return action(text, () => confirmed({ title: `${text} the rollout of ${each.name}?`, text: what, button: text, isDanger: verb === "abort", done: `Done: ${text.toLowerCase()} the rollout of ${each.name}.`, act: () => api(`${deploymentPath(each)}/rollout/${verb}`, { method: "POST" }) }));
 }
 

@@ -121,7 +121,7 @@ class Series:
 
 
 def label(name: str) -> str:
-    """Return a name for the legend. Long names are cut, because they would leave no room for the plot."""
+    """Return a name for the legend; a long one is truncated, so that the plot has room."""
     return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
 
 

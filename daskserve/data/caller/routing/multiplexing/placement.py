@@ -5,7 +5,7 @@ overloaded while others are idle, and a burst of requests for a rare model must 
 several replicas. Several processes choose at the same time, without knowing each other's choices.
 
 Choice: all processes order the replicas in the same way for each model, by a hash of both (rendezvous
-hashing).
+hashing). A request goes to:
 
 1. The first replica in this order that has or loads the model, and is not overloaded. So a second copy is
    used only while it is needed. Later it becomes the least recently used model there, and is dropped.

@@ -54,7 +54,7 @@ WatchFacts: TypeAlias = Callable[[str, Callable[[Any], None] | None], object]
 
 
 class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelope, float]]):
-    """The requests, in order, each with the time since when it waits.
+    """The requests in order, each with the time when its wait began.
 
     Ordered, because a cancelled request leaves from any position.
     """
@@ -241,7 +241,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def take(self, envelope: Envelope, since: float | None = None) -> PooledReplica | None:
         """Return the replica for a request, counting one more in flight; None if it has to wait.
 
-        ``since`` says since when it waits; None if it has just arrived.
+        ``since`` is when the request began to wait; None if it has just arrived.
         """
         now = self._clock.now()
         if self._names_priorities:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import Envelope, EnvelopeKind
+from daskserve.common.types import Envelope, EnvelopeKind, WorkerAddress
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.availability import ReplicaAvailability
@@ -132,10 +132,12 @@ class SuspectQueue:
         envelope: Envelope,
         replay: Replay,
         trial: SuspectTrial | None,
-        replica: PooledReplica,
-        error: ReplicaBusyError | ActorLostError,
+        error: Exception,
+        worker: WorkerAddress,
     ) -> SuspectTrial | None:
         """Prepare a request for another replica, or raise the error if it must not be retried.
+
+        The ``error`` is that of a replica on a worker.
 
         Returns the request's trial if the request may have caused the loss of a replica.
         """
@@ -144,7 +146,7 @@ class SuspectQueue:
             if lost is None or lost.is_planned:
                 return trial
             target = target_of(self._availability.name, envelope.head)
-            trial = self.suspects.lost(target, trial, replica.address.worker, self._clock.now())
+            trial = self.suspects.lost(target, trial, worker, self._clock.now())
             if trial.retries <= self.max_crash_retries:
                 return trial
         raise error

@@ -1,1 +1,0 @@
-"""The decisions of the verbs: each function returns the change to the state, or raises. Pure."""

@@ -1,0 +1,46 @@
+"""A connection that a proxy has given to this process, and of which it keeps a copy."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from daskserve.loops.connection_table import GIVE_BACK, ConnectionRecord
+
+
+class TakenConnection(ConnectionRecord):
+    """One connection of the proxy.
+
+    Parameters
+    ----------
+    notify : callable
+        Sends the proxy a message; see `daskserve.loops.connection_table.SLOT_NUMBER`.
+    """
+
+    #: Whether the proxy has asked for the connection.
+    is_asked_back = False
+    #: Whether this process has closed its copy of the connection.
+    has_ended = False
+    _goes_back = False
+
+    def __init__(
+        self, memory: mmap.mmap, slot: int, sock: socket.socket, notify: Callable[[int], object]
+    ) -> None:
+        super().__init__(memory, slot)
+        self._sock, self._notify = sock, notify
+
+    def give_back(self) -> None:
+        """Let the proxy continue with the connection once this process has closed its copy."""
+        self._goes_back = True
+
+    def shut_down(self) -> None:
+        """End the connection, although the proxy has a copy of it."""
+        with suppress(OSError):  # it is closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Tell the proxy that this process has closed its copy of the connection."""
+        self.has_ended = True
+        self._notify(self.slot | GIVE_BACK if self._goes_back else self.slot)

@@ -1,0 +1,305 @@
+"""Connections that move between a proxy and a child while they are open, over sockets.
+
+Both servers run in one process, so a "child" here is another server with its own copies of the sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Security
+from http_harness import (
+    HANDSHAKE,
+    Client,
+    connected,
+    make_server,
+    on_each_loop,
+    on_each_transport,
+    poll_for,
+    request,
+    respond,
+    serving,
+)
+
+from daskserve.common.types import Receive, Send
+from daskserve.data.replica.process.given_connections import GivenConnections
+from daskserve.data.replica.process.listening import Port
+from daskserve.errors import ActorLostError
+from daskserve.loops.connection_table import LostAttempt, MovedConnection
+from daskserve.proxies.asgi import LOST_REPLICA, ASGIApp, Scope
+from daskserve.proxies.server.server import HTTPServer
+from daskserve.proxies.server.tls import server_context
+
+LOST = LostAttempt(ActorLostError("gone", begun=True), "tcp://w:1")
+
+
+def named(name: str, gate: asyncio.Event | None = None) -> ASGIApp:
+    """Return an application that answers with its name and the size of the body."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        if scope["path"] == "/held" and gate is not None:
+            await gate.wait()
+        lost = " lost" if LOST_REPLICA in scope else ""
+        await respond(send, f"{name} {size}{lost}".encode())
+
+    return app
+
+
+class Proxy:
+    """A server that gives connections to children, which answer all paths but ``/elsewhere``."""
+
+    def __init__(self, server: HTTPServer) -> None:
+        self.server = server
+        self.port = Port("proxy", b"start", 100, server.serve)
+        self.endpoints: dict[str | None, str | None] = {"/elsewhere": "other", None: None}
+        server.give_to(self._taker_of, self.port.given, self.port.evict)
+        self.port.on_offer = server.set_giving
+
+    def _taker_of(self, path: str | None) -> Callable[[MovedConnection], bool] | None:
+        return self.port.taker_of(self.endpoints.get(path, "e"))
+
+    @contextlib.asynccontextmanager
+    async def child(self, app: ASGIApp, **options: Any) -> AsyncIterator[tuple[HTTPServer, GivenConnections]]:
+        given = self.port.connections()
+        server = make_server(app, **options)
+        server.receive([os.dup(each) for each in given.files], lambda path: path == "/elsewhere")
+        server.start()
+        self.port.offer(given, frozenset("e"))
+        try:
+            yield server, given
+        finally:
+            self.port.withdraw(given)
+            await server.stop()
+            self.port.drop(given)
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(app: ASGIApp, **options: Any) -> AsyncIterator[Proxy]:
+    async with serving(app, **options) as server:
+        yield Proxy(server)
+
+
+async def body(client: Client, path: str = "/") -> str:
+    response = await client.get(path)
+    assert "connection" not in response.headers
+    return response.body.decode()
+
+
+@on_each_loop
+async def test_children_serve_equal_shares_of_the_connections() -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("one")) as (one, _),
+        proxy.child(named("other")) as (other, _),
+        contextlib.AsyncExitStack() as opened,
+    ):
+        clients = [await opened.enter_async_context(connected(proxy.server)) for _ in range(20)]
+        for _ in range(2):
+            assert sorted([await body(each) for each in clients]) == ["one 0"] * 10 + ["other 0"] * 10
+        assert len(one.state.connections) == len(other.state.connections) == 10
+        assert not proxy.server.state.connections
+
+
+@on_each_loop
+async def test_a_request_for_another_process_goes_back_whole_and_its_connection_stays() -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child")) as (child, given),
+        connected(proxy.server) as client,
+    ):
+        assert await body(client) == "child 0"
+        await client.send(b"POST /elsewhere HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nabc")
+        await poll_for(lambda: not child.state.connections and proxy.server.state.connections)
+        await client.send(b"def" + request("/") + request("/elsewhere"))
+        assert [(await client.response()).body for _ in range(3)] == [b"proxy 6", b"proxy 0", b"proxy 0"]
+        assert await body(client) == "proxy 0"
+        assert len(given) == 0
+
+
+@on_each_transport
+async def test_a_large_request_for_another_process_is_answered_where_it_has_arrived() -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child")) as (child, _),
+        connected(proxy.server) as client,
+    ):
+        assert await body(client) == "child 0"
+        filler = "y" * 20_000
+        answer = await client.get("/elsewhere", f"x-filler: {filler}")
+        assert answer.body == b"child 0"  # whose application passes it on
+        assert len(child.state.connections) == 1
+
+
+@on_each_transport
+async def test_connections_of_the_proxy_move_to_a_child_after_their_next_request() -> None:
+    async with proxy_of(named("proxy")) as proxy, connected(proxy.server) as client:
+        assert await body(client) == "proxy 0"
+        async with proxy.child(named("child")) as (child, given):
+            assert await body(client) == "proxy 0"
+            assert await body(client) == "child 0"
+            async with connected(proxy.server) as other:
+                await other.send(request("/") + request("/"))
+                assert [(await other.response()).body for _ in range(2)] == [b"child 0"] * 2
+            await poll_for(lambda: len(given) == 1)
+            assert len(child.state.connections) == 1
+
+
+@on_each_loop
+async def test_a_child_that_stops_gives_its_connections_back_open() -> None:
+    gate = asyncio.Event()
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child", gate)) as (child, given),
+        connected(proxy.server) as unused,
+        connected(proxy.server) as half,
+        connected(proxy.server) as idle,
+        connected(proxy.server) as busy,
+    ):
+        await poll_for(lambda: len(child.state.connections) == 4)
+        assert await body(idle) == "child 0"
+        await busy.send(request("/held") + request("/"))
+        await half.send(b"GET / HT")
+        await poll_for(lambda: child.state.tasks)
+        proxy.port.withdraw(given)
+        draining = asyncio.create_task(child.drain(10, gives_back=True))
+        await poll_for(lambda: len(proxy.server.state.connections) == 3)
+        await half.send(b"TP/1.1\r\nHost: x\r\n\r\n")
+        assert (await half.response()).body == b"proxy 0"
+        assert [await body(unused), await body(idle)] == ["proxy 0", "proxy 0"]
+        gate.set()
+        await draining
+        assert [(await busy.response()).body for _ in range(2)] == [b"child 0", b"proxy 0"]
+        assert len(proxy.server.state.connections) == 4
+
+
+@on_each_transport
+async def test_a_request_that_had_begun_at_a_lost_process_says_so_once() -> None:
+    async with proxy_of(named("proxy")) as proxy:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        moved = MovedConnection(ours, request("/") + b"GET /2 HTTP/1.1\r\n", LOST)
+        proxy.server.serve(moved)
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        client = Client(reader, writer)
+        await client.send(b"Host: x\r\n\r\n")
+        assert [(await client.response()).body for _ in range(2)] == [b"proxy 0 lost", b"proxy 0"]
+        writer.close()
+
+
+@on_each_loop
+@pytest.mark.parametrize("ends", ["client", "server", "http10", "reset"])
+async def test_the_end_of_a_connection_reaches_both_sides(ends: str) -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child")) as (child, given),
+        connected(proxy.server) as client,
+    ):
+        if ends == "client":
+            client.writer.close()
+        elif ends == "reset":
+            await client.get()
+            client.reset()
+        elif ends == "server":
+            assert (await client.get("/", "Connection: close")).body == b"child 0"
+            assert await client.rest() == b""
+        else:
+            await client.send(b"GET / HTTP/1.0\r\n\r\n")
+            assert (await client.rest()).endswith(b"child 0")
+        await poll_for(lambda: len(given) == 0)
+        assert not child.state.connections
+
+
+@on_each_transport
+async def test_a_websocket_ends_with_its_child_and_counts_until_then() -> None:
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await receive()
+
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(echo) as (child, given),
+        connected(proxy.server) as client,
+    ):
+        await client.send(request("/", *HANDSHAKE))
+        assert (await client.head())[0] == 101
+        assert len(given) == 1
+        proxy.port.withdraw(given)
+        await child.drain(5, gives_back=True)
+        assert (await client.rest())[:4] == b"\x88\x0c\x03\xe9"  # 1001
+        await poll_for(lambda: len(given) == 0)
+        assert not proxy.server.state.connections
+
+
+@on_each_transport
+async def test_at_the_limit_a_child_closes_an_idle_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daskserve.proxies.server.acceptor.IDLE_S", 0.0)
+    async with (
+        proxy_of(named("proxy"), max_connections=2) as proxy,
+        proxy.child(named("child")),
+        connected(proxy.server) as first,
+        connected(proxy.server) as second,
+    ):
+        assert [await body(first), await body(second)] == ["child 0", "child 0"]
+        async with connected(proxy.server) as third:
+            assert await body(third) == "child 0"
+            assert await first.rest() == b""
+            assert await body(second) == "child 0"
+
+
+@on_each_transport
+async def test_a_connection_with_tls_is_given_once_and_does_not_move(tmp_path: Path) -> None:
+    certificate = Security.temporary()
+    for name in ("cert", "key"):
+        (tmp_path / name).write_text(getattr(certificate, f"tls_scheduler_{name}"))
+    tls = server_context(str(tmp_path / "cert"), str(tmp_path / "key"))
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "cert"))
+    trusting.check_hostname = False
+    async with (
+        proxy_of(named("proxy"), tls=tls) as proxy,
+        proxy.child(named("child"), tls=tls) as (child, given),
+    ):
+        opened = Client(*await asyncio.open_connection("127.0.0.1", proxy.server.port, ssl=trusting))
+        assert await body(opened) == "child 0"
+        assert await body(opened, "/elsewhere") == "child 0"
+        proxy.port.withdraw(given)
+        await child.drain(5, gives_back=True)
+        await child.stop()
+        assert await opened.rest() == b""
+        opened.writer.close()
+
+
+@on_each_transport
+async def test_a_forked_process_does_not_hold_the_connections_of_a_child_open() -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child")) as (child, given),
+        connected(proxy.server) as client,
+    ):
+        assert await body(client) == "child 0"
+        (taken,) = child.state.connections
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            kind = os.readlink(f"/proc/self/fd/{taken.stream.socket.fileno()}")
+            os.write(writing, kind.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(reading, 100) == b"/dev/null"
+        for each in (reading, writing):
+            os.close(each)
+        assert await body(client) == "child 0"
+        assert len(given) == 1
