@@ -147,10 +147,12 @@ class ReplicaSet:
         if value is None:
             self.bodies = "gather"
             self.pool.update({}, 1, str)
+            self._waiting.choose_by(None)
             self.fail_waiting()
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
+        self._waiting.configure(value, published)
         self.pool.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]
@@ -158,9 +160,6 @@ class ReplicaSet:
         self.is_autoscaled = value.get("autoscaled", False)
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
-        self._waiting.choose_by(value.get("router"))
-        self._waiting.order_by(value.get("order"))
-        self._waiting.hedge_by(value.get("hedging"))
         self.fail_waiting()
         self._serve_waiting()
         if is_first:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -98,6 +98,17 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.next_at: float | None = None
         #: When all requests are considered again, if they are many.
         self._all_at = 0.0
+
+    def configure(self, published: Mapping[str, Any], replicas: Collection[str]) -> None:
+        """Apply the options that the controller has published, before the pool has the new replicas."""
+        old = self._pool.entries()
+        # A new deployment of this name starts with a new router, without the errors of a deleted one. An
+        # update may cover both changes; then it replaces all replicas.
+        if old and old.keys().isdisjoint(replicas):
+            self.choose_by(None)
+        self.choose_by(None if "ending" in published else published.get("router"))
+        self.order_by(published.get("order"))
+        self.hedge_by(published.get("hedging"))
 
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
         """Use the published request router, or none if None is published."""
