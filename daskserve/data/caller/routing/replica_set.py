@@ -29,7 +29,7 @@ from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.controller_watch import ControllerWatch
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
-from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts, configure
 from daskserve.data.caller.routing.queued_request import QueuedRequest, place_in_queue
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
@@ -152,7 +152,7 @@ class ReplicaSet:
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
-        self._waiting.configure(value, published)
+        configure(self._waiting, value, published)
         self.pool.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]
