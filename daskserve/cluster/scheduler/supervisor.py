@@ -25,6 +25,7 @@ from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.distributed_internals import (
     answer_signal,
+    close_client,
     is_running,
     publish,
     stop_answering_signal,
@@ -466,4 +467,4 @@ class Supervisor(SchedulerPlugin):
             client, self._client = self._client, None
             if is_running(self._scheduler):
                 await self._hosts.close()
-            await client.close()
+            await close_client(client)
