@@ -25,6 +25,7 @@ from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.distributed_internals import (
     answer_signal,
+    close_client,
     is_running,
     publish,
     stop_answering_signal,
@@ -451,7 +452,7 @@ class Supervisor(SchedulerPlugin):
                 await self.close()
 
     async def close(self) -> None:
-        """Undo `start` and `_hosts_ready`, so that nothing is left in the scheduler."""
+        """Undo `start` and `_hosts_ready`; only the secret of its cluster stays in the scheduler."""
         self._is_closed = True
         self._evacuations.close()
         PROCESS.remove(self._metrics)
@@ -473,4 +474,4 @@ class Supervisor(SchedulerPlugin):
             client, self._client = self._client, None
             if is_running(self._scheduler):
                 await self._hosts.close()
-            await client.close()
+            await close_client(client)
