@@ -259,10 +259,24 @@ def test_an_error_of_the_source_comes_after_the_results_before_it(client: serve.
         yield 1
         raise KeyError("source")
 
-    results = client.get_handle("double").map(items())
+    async def arriving() -> AsyncIterator[int]:
+        for each in items():
+            yield each
+
+    handle = client.get_handle("double")
+    results = handle.map(items())
     assert next(results) == 2
     with pytest.raises(KeyError, match="source"):
         next(results)
+
+    async def main() -> None:
+        for source in (items(), arriving()):
+            results = handle.map(source)
+            assert await anext(results) == 2
+            with pytest.raises(KeyError, match="source"):
+                await anext(results)
+
+    asyncio.run(main())
 
 
 def test_a_map_on_an_event_loop(client: serve.Client) -> None:
