@@ -279,6 +279,18 @@ def test_an_error_of_the_source_comes_after_the_results_before_it(client: serve.
     asyncio.run(main())
 
 
+def test_a_map_ends_with_its_first_error_on_an_event_loop_too(client: serve.Client) -> None:
+    handle = client.get_handle("double")
+
+    async def main() -> None:
+        results = handle.map([None, 1, 2])
+        with pytest.raises(TypeError):
+            await anext(results)
+        assert [each async for each in results] == []
+
+    asyncio.run(main())
+
+
 def test_a_map_on_an_event_loop(client: serve.Client) -> None:
     handle = client.get_handle("double")
 
