@@ -323,7 +323,7 @@ class ControllerCore:
     # Write, apply, notify
 
     async def confirm_reign(self) -> None:
-        """Return if this is the instance's newest controller; raise `StaleEpochError` if it was replaced."""
+        """Check that this is the instance's newest controller; raise `StaleEpochError` if it was replaced."""
         self.cluster.forget_controller()
         newest = (await self.cluster.controller()).incarnation
         if newest != self.epoch:

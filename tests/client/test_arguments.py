@@ -1,4 +1,4 @@
-"""Arguments of the client are checked before anything is sent."""
+"""The client checks arguments before it sends anything."""
 
 from __future__ import annotations
 

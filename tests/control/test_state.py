@@ -1,4 +1,4 @@
-"""The state's indexes against a search through everything, after whatever changes."""
+"""The state's indexes, compared with a search through all records, after random changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ others: st.SearchStrategy[Record] = st.one_of(
 
 
 class Indexes(RuleBasedStateMachine):
-    """Applies changes to a `State` and to a plain dict of all records, and compares what both answer."""
+    """Applies changes to a `State` and to a plain dict of all records, and compares their answers."""
 
     def __init__(self) -> None:
         super().__init__()

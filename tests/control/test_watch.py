@@ -1,4 +1,4 @@
-"""Watching the workers: what no event tells is found by looking."""
+"""Watching the workers: polling finds changes for which no event arrives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ProxyStart
 from daskserve.testing import run_virtual
 
-#: A worker that hangs is known to after so long.
+#: The time after which a hanging worker is known to hang.
 NOTICED_S = MISSES * max(PERIOD_S, ANSWER_S) + 2 * PERIOD_S
 
 
@@ -35,7 +35,7 @@ async def test_a_replica_that_vanished_is_replaced_by_a_new_one(stage: Stage) ->
     entries = stage.cluster._hosts[victim.worker].registry.entries
     del entries[f"local/replica/{victim.tag}"], stage.running[victim.tag]
     await stage.clock.sleep(2 * PERIOD_S)
-    # Under its own name it might be made twice, should it be there after all: the new one has a new name.
+    # The replica may still exist, so its replacement has a new name.
     assert stage.started.count(victim.tag) == 1
     assert len(stage.started) == 3
     assert len(stage.running_of("b")) == 2
@@ -249,7 +249,7 @@ async def test_a_worker_that_only_the_scheduler_reaches_is_no_worker_that_hangs(
     assert list(status["unresponsive_workers"]) == []
     process.channels.request = reach  # type: ignore[method-assign]
 
-    # Once the controller's process has noticed, too, it goes through the scheduler.
+    # Once the controller's process has noticed it, too, it connects through the scheduler.
     stage.cluster.network.cut(controller.worker, other.worker)
     await stage.clock.sleep(2 * PERIOD_S)
     status = await stage.call("status")
@@ -283,7 +283,7 @@ async def test_a_worker_on_which_the_supervisor_has_lost_a_controller_is_noticed
     controller = (await stage.cluster.program.controller()).worker
     victim = next(each for each in stage.running_of() if each.worker != controller)
     stage.cluster.change_worker(victim.worker, is_suspect=True)
-    await stage.clock.sleep(60)  # the controller has asked for the workers again
+    await stage.clock.sleep(60)  # the controller has read the list of workers again
     assert victim.tag in stage.running, "it answers"
     stage.cluster.suspend_worker(victim.worker)
     began = stage.clock.now()
@@ -325,7 +325,7 @@ async def test_a_replaced_controller_does_not_end_its_successors_actors(stage: S
     controller = await stage.cluster.program.controller()
     old = stage.cluster.actor(controller)
     await start_successor(stage)
-    assert stage.cluster.actor(controller) is old  # it lives, and still believes in itself
+    assert stage.cluster.actor(controller) is old  # it runs, and does not know that it was replaced
     await stage.update(num_replicas=4)
     stopped = len(stage.stopped)
     await stage.clock.sleep(2 * SWEEP_S)
@@ -334,7 +334,7 @@ async def test_a_replaced_controller_does_not_end_its_successors_actors(stage: S
 
 
 async def start_successor(stage: Stage) -> None:
-    """Start a newer controller on another worker, as if the first one did not answer; both live."""
+    """Start a newer controller on another worker, as if the first one did not answer. Both run."""
     controller = await stage.cluster.program.controller()
     stage.cluster.change_worker(controller.worker, is_retiring=True)
     stage.cluster._controller = None
@@ -375,7 +375,7 @@ async def test_a_replaced_controller_ends_no_actor_that_its_successor_may_have_a
         if info.address != first.worker:
             stage.cluster.process(info.address).inspect = inspect_nothing  # type: ignore[method-assign]
     await start_successor(stage)
-    # It was started by the first controller, and its record was written just before that was cut off.
+    # The first controller started it, and wrote its record just before it was cut off.
     victim = next(each for each in stage.running.values() if each.worker != first.worker)
     payload = ProxyStart(
         HTTPOptions(port=0), None, False, True, False, "127.0.0.1", tracing={}, logging=None
@@ -407,7 +407,7 @@ async def test_a_draining_replica_keeps_its_grace_if_only_the_connection_to_it_b
 
 
 @staged(workers=3)
-async def test_what_a_retiring_worker_holds_moves_before_it_goes(stage: Stage) -> None:
+async def test_actors_of_a_retiring_worker_move_before_it_ends(stage: Stage) -> None:
     await stage.create(num_replicas=3)
     await stage.endpoint()
     leaving = (await stage.cluster.program.controller()).worker

@@ -1,4 +1,4 @@
-"""Real replicas whose user code hangs or reports unhealthy are taken out of service and replaced."""
+"""Real replicas that hang or report that they are unhealthy get no more requests, and are replaced."""
 
 from __future__ import annotations
 

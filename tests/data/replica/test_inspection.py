@@ -14,7 +14,7 @@ from daskserve.errors import BadRequestError, InspectionError
 
 
 class Code:
-    """Works, waits, and gets stuck."""
+    """Code that computes, waits and hangs."""
 
     def work(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -46,7 +46,7 @@ def functions(stacks: dict[str, Any], kind: str) -> set[str]:
 
 
 async def stacks_with(replica: Any, kind: str, name: str) -> dict[str, Any]:
-    """Return the stacks once a function is among them."""
+    """Return the stacks once they contain a function."""
     async with asyncio.timeout(10):
         while True:
             found: dict[str, Any] = await replica.verbs["stacks"]()

@@ -1,4 +1,4 @@
-"""The memory that the messages of all WebSockets may take together."""
+"""The memory limit for the messages of all WebSockets together."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_limits_of_compressed_messages_are_those_of_the_options() -> None:
     assert Limits(options).inflation == InflationRules(2, 3, 4)
 
 
-def test_what_an_application_leaves_unread_is_free_when_it_ends() -> None:
+def test_unread_messages_are_freed_when_the_application_ends() -> None:
     limits = Limits(HTTPOptions())
     inbox = WebSocketInbox(limits)
     for is_finished in (True, True, False):
