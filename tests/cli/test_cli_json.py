@@ -56,6 +56,17 @@ def test_a_wrong_use_is_an_error_in_json(arguments: tuple[str, ...], text: str) 
     assert (result.exit_code, text in error["message"]) == (2, True), result.output
 
 
+def test_every_command_and_every_option_has_a_description() -> None:
+    without = [name for name, each in commands(main) if not each.help]
+    without += [
+        f"{name} {option.name}"
+        for name, each in commands(main)
+        for option in each.params
+        if isinstance(option, click.Option) and not option.help and not option.hidden
+    ]
+    assert without == []
+
+
 def test_no_range_of_numbers_has_nan_or_infinity_in_it() -> None:
     ranges = [
         option.type

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from distributed import Reschedule
 from tables import each_case
 
 from daskserve.cluster.dask import tasks
@@ -89,6 +90,28 @@ def test_a_task_that_waits_in_its_thread_leaves_after_a_brief_time_and_waits_for
     assert not wait_in_thread(connection, wait, timeout_s, lambda: None)
     assert (asked, away) == (waits, [False, True])
     assert not worker.watch.away
+
+
+@each_case(("has_seceded", "expected"), [(False, ["secede", "rejoin"]), (True, [])])
+def test_a_task_leaves_the_threads_of_its_worker_and_comes_back_once_unless_user_code_has_left(
+    has_seceded: bool, expected: list[str]
+) -> None:
+    worker, done = FakeWorker(), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "secede", lambda: done.append("secede"))
+        patch.setattr(tasks, "rejoin", lambda: done.append("rejoin"))
+        patch.setattr(tasks.pool_state, "proceed", not has_seceded, raising=False)
+        task = DaskTask(worker, "job", is_in_thread=True)
+        assert task.secede()
+        assert worker.watch.away.keys() == {"job"}
+        task.rejoin()
+        task.rejoin()
+    assert not worker.watch.away
+    assert done == expected
+
+
+def test_a_released_task_runs_again_if_its_result_is_needed() -> None:
+    assert isinstance(FakeWorker().task("job").reschedule(), Reschedule)
 
 
 def test_the_reader_in_a_released_task_gets_an_error() -> None:

@@ -405,6 +405,10 @@ def test_options_that_need_a_value_of_a_variable_are_no_fault(lines: str) -> Non
     assert read(f"{lines}\n{app()}" if is_of_instance else app(deployment=lines)).warnings == []
 
 
+def test_an_import_path_may_be_the_value_of_a_variable() -> None:
+    assert read("applications:\n- import_path: ${APP}").warnings == []
+
+
 def test_other_faults_beside_a_value_of_a_variable_are_found() -> None:
     assert faults(app(deployment="payload_logging: {sink: '${FOLDER}', max_bytes: 0}")) == [
         "f.yaml:5:53: payload_logging.max_bytes: Input should be greater than or equal to 1, got 0"

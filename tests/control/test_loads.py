@@ -57,7 +57,7 @@ def test_latencies_are_counted_between_samples() -> None:
 
 def test_reports_expire() -> None:
     loads = Loads()
-    loads.report("dead", {"b": [5, 5]}, 10.0)
+    loads.report("dead", {"b": [5, 3]}, 10.0)
     loads.answered("b", "b#1", {"ongoing": 5, "ended": 0}, 10.0)
     assert loads.queued("b", 10.0 + STALE_S) == 5
     later = 10.1 + STALE_S

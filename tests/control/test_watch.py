@@ -44,13 +44,19 @@ async def test_a_replica_that_vanished_is_replaced_by_a_new_one(stage: Stage) ->
 
 
 @staged()
-async def test_a_replica_that_is_unwell_is_replaced(stage: Stage) -> None:
-    await stage.create(num_replicas=2)
-    victim = await not_on_the_controllers_worker(stage)
-    victim.health = lambda: {"is_healthy": False, "detail": "its probe failed"}  # type: ignore[attr-defined]
-    await stage.until(lambda: (victim.tag, 0.0) in stage.stopped, timeout_s=2 * PERIOD_S)
-    await stage.until(lambda: len(stage.running_of("b")) == 2, timeout_s=1)
-    assert victim.tag not in stage.running
+async def test_all_replicas_that_are_unwell_are_replaced(stage: Stage) -> None:
+    await stage.create(num_replicas=6)
+    first = next(iter(stage.running.values()))
+    well, *victims = [each for each in stage.running.values() if each.worker == first.worker]
+    assert victims
+    for each in victims:
+        each.health = lambda: {"is_healthy": False, "detail": "its probe failed"}  # type: ignore[attr-defined]
+    await stage.until(
+        lambda: {(each.tag, 0.0) for each in victims} <= {*stage.stopped}, timeout_s=4 * PERIOD_S
+    )
+    await stage.until(lambda: len(stage.running_of("b")) == 6, timeout_s=1)
+    assert stage.running.keys().isdisjoint(each.tag for each in victims)
+    assert well.tag in stage.running
 
 
 @staged()

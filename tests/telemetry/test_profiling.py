@@ -123,6 +123,19 @@ def test_names_of_users_are_never_markup() -> None:
     assert "'unsafe-inline'" not in page_policy().split("script-src")[1]
 
 
+def test_every_frame_has_a_colour() -> None:
+    samples = Samples()
+    samples.add(THREAD, stack(*MACHINERY, ("app", "runs")), 0.01)
+    svg = ElementTree.fromstring(flame_svg(profile_of(samples)))
+    colours = [each.get("fill", "") for each in svg.iter() if each.tag.endswith("rect")]
+    background, *frames = colours
+    assert background == "#fff"
+    assert len(frames) > 1
+    # All of them run, so they are warm, each function in its own shade.
+    assert all(re.fullmatch("#fa[0-9a-f]{2}50", each) for each in frames), frames
+    assert len({*frames}) == len(frames)
+
+
 def test_a_profile_without_user_code_says_so() -> None:
     found = profile_of(Samples())
     assert "No user code ran." in text(found)

@@ -29,7 +29,7 @@ from daskserve.cluster.protocols.stores import (
     StoreOwnership,
     next_ownership,
 )
-from daskserve.cluster.scheduler.owned_store import PATIENCE_S, OwnedStore, owned_store
+from daskserve.cluster.scheduler.owned_store import PATIENCE_S, Mirror, OwnedStore, owned_store
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import LoopClock
@@ -130,6 +130,14 @@ def test_the_table_of_holds() -> None:
         assert next_ownership(hold, turn) is ways.get((hold, turn), hold)
     # Only an instance that has claimed the store may write, and a trial must claim it first.
     assert [hold for hold in StoreOwnership if hold.is_ours] == [StoreOwnership.CLAIMED, StoreOwnership.HELD]
+
+
+def test_a_mirror_holds_what_was_stored_last() -> None:
+    mirror = Mirror()
+    mirror.know({"old": b"1"})
+    mirror.know({"kept": b"1", "gone": b"2"})
+    mirror.apply({"kept": b"3", "gone": None, "new": b"4"})
+    assert mirror.records == {"kept": b"3", "new": b"4"}
 
 
 def test_a_store_in_memory_has_no_other_owner() -> None:

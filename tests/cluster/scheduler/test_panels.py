@@ -53,6 +53,8 @@ def test_lines_are_of_the_busiest_deployments_and_the_rest_adds_up() -> None:
     assert lines[OTHERS] == ([1000.0, 2000.0], [55.0, 55.0])
     assert OTHERS not in series.lines("requests_per_s", adds_up=False)
     assert set(series.replicas(COLOURS)["deployment"]) == set(lines)
+    workers = [f"tcp://d{number:02}:1" for number in range(20)]
+    assert sorted(series.replicas(COLOURS)["worker"]) == workers
 
 
 def test_unknown_values_and_pauses_are_gaps() -> None:

@@ -179,16 +179,17 @@ def test_records_beyond_the_limit_are_dropped_and_counted(
     monkeypatch.setattr(own, "propagate", False)
     monkeypatch.setattr(own, "handlers", [held])
     held.gate.clear()
-    with opened(max_records=3):
+    with opened(max_records=3) as thread:
         log.warning("first")
         assert held.has_begun.wait(DEADLINE_S)
         for number in range(10):
             log.warning("number %d", number)
+        thread.take_print("printed", Tags(component="replica"))
         held.gate.set()
     assert held.messages == [
         "first",
         *("number 0", "number 1", "number 2"),
-        "Dropped 7 log records, because the logging handlers are too slow",
+        "Dropped 8 log records, because the logging handlers are too slow",
     ]
 
 

@@ -774,6 +774,14 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
         continuous_batch(**options)
 
 
+def test_a_continuous_batch_shows_how_many_requests_it_runs() -> None:
+    @continuous_batch(max_slots=3, max_queued=5)
+    def generate(active: list[Any]) -> list[Any]:
+        return active
+
+    assert repr(generate).endswith("generate max_slots=3>")
+
+
 def test_wrong_functions_are_refused() -> None:
     async def generator(active: list[Any]) -> AsyncIterator[Any]:
         yield active

@@ -259,10 +259,36 @@ def test_an_error_of_the_source_comes_after_the_results_before_it(client: serve.
         yield 1
         raise KeyError("source")
 
-    results = client.get_handle("double").map(items())
+    async def arriving() -> AsyncIterator[int]:
+        for each in items():
+            yield each
+
+    handle = client.get_handle("double")
+    results = handle.map(items())
     assert next(results) == 2
     with pytest.raises(KeyError, match="source"):
         next(results)
+
+    async def main() -> None:
+        for source in (items(), arriving()):
+            results = handle.map(source)
+            assert await anext(results) == 2
+            with pytest.raises(KeyError, match="source"):
+                await anext(results)
+
+    asyncio.run(main())
+
+
+def test_a_map_ends_with_its_first_error_on_an_event_loop_too(client: serve.Client) -> None:
+    handle = client.get_handle("double")
+
+    async def main() -> None:
+        results = handle.map([None, 1, 2])
+        with pytest.raises(TypeError):
+            await anext(results)
+        assert [each async for each in results] == []
+
+    asyncio.run(main())
 
 
 def test_a_map_on_an_event_loop(client: serve.Client) -> None:

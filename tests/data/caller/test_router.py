@@ -1171,7 +1171,7 @@ async def test_a_failing_shadow_does_not_affect_the_caller(stage: Stage, trouble
     assert now() == 0
 
 
-@pytest.mark.parametrize(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
+@pytest.mark.parametrize(("size", "is_copied"), [(30 << 20, True), (65 << 20, False)])
 async def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(
     stage: Stage, size: int, is_copied: bool
 ) -> None:

@@ -18,6 +18,7 @@ import time
 import venv
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -1063,6 +1064,14 @@ def test_metrics_are_the_same_wherever_the_code_runs(place: str, tmp_path: Path)
         bench.run(call(bench.replica, "count", "a", 1))
         bench.run(bench.replica.stop(1))
     assert series(bench.replica)[("deployment_requests",)] == 6
+
+
+def test_the_metrics_for_autoscaling_are_those_of_the_replica_and_of_its_listeners() -> None:
+    reported = ReportedMetrics(latency_counts=(4,), failed=3, queued=2, direct=(5, 6))
+    brief = reported.brief(10, 20, 100)
+    assert brief == {"ongoing": 15, "queued": 22, "ended": 96, "failed": 3, "latency_counts": [4]}
+    with_slots = replace(reported, continuous={"slots": 7}).brief(10, 20, 100)
+    assert with_slots == {**brief, "continuous": {"slots": 7}}
 
 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:

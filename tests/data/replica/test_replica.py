@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -1465,3 +1466,28 @@ def test_user_code_of_all_kinds_measures_for_its_replica() -> None:
         )
 
     run(scenario, Model)
+
+
+async def spins(request: Any) -> None:
+    """Lets others run, and waits for nothing that could be cancelled."""
+    ends_at = time.monotonic() + DEADLINE_S / 2
+    GATES.began.release()
+    try:
+        while time.monotonic() < ends_at:  # noqa: ASYNC110 - it spins on purpose
+            await asyncio.sleep(0)
+        GATES.notes.append("not cancelled")
+    except asyncio.CancelledError:
+        GATES.notes.append("cancelled")
+        raise
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_code_that_waits_for_nothing_is_cancelled_with_its_replica(event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        spinning = asyncio.ensure_future(call(replica))
+        await begun()
+        await replica.stop(0)
+        await asyncio.wait([spinning])
+        assert GATES.notes == ["cancelled"]
+
+    run(scenario, spins, event_loop=event_loop)

@@ -10,7 +10,7 @@ from wsproto.events import CloseConnection
 from wsproto.events import Message as DataMessage
 
 from daskserve.options.http import HTTPOptions
-from daskserve.proxies.exchange.limits.limits import Limits
+from daskserve.proxies.exchange.limits.limits import InflationRules, Limits
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 from daskserve.proxies.server.server import HTTPServer
 
@@ -59,6 +59,13 @@ async def test_an_application_may_give_up_waiting_for_a_message_any_number_of_ti
     await asyncio.sleep(0)
     inbox.put({"type": "websocket.receive"}, 1)
     assert await waiting == {"type": "websocket.receive"}
+
+
+def test_the_limits_of_compressed_messages_are_those_of_the_options() -> None:
+    options = HTTPOptions(
+        max_websocket_inflation_ratio=2, max_websocket_inflation_per_s=3, max_websocket_message_bytes=4
+    )
+    assert Limits(options).inflation == InflationRules(2, 3, 4)
 
 
 def test_unread_messages_are_freed_when_the_application_ends() -> None:

@@ -127,10 +127,10 @@ def continuous_batch(
     ...         return self.generate(await request.json(), max_tokens=100)
     """
     limits = SlotLimits(
-        check_whole("max_slots", max_slots),
-        check_whole("max_queued", max_queued, at_least=0),
-        check_max_cost(max_cost),
-        check_number("cost_per_step", cost_per_step, at_least=0.0),
+        max_slots=check_whole("max_slots", max_slots),
+        max_queued=check_whole("max_queued", max_queued, at_least=0),
+        max_cost=check_max_cost(max_cost),
+        cost_per_step=check_number("cost_per_step", cost_per_step, at_least=0.0),
     )
     for name, value in (("cost_fn", cost_fn), ("priority_fn", priority_fn), ("user_fn", user_fn)):
         if value is not None and (not callable(value) or inspect.iscoroutinefunction(value)):
