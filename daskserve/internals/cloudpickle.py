@@ -191,6 +191,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
                 if place is not None:
                     self._places[id(each)] = place
         self._hold((attributes, slots["__globals__"], slots["__defaults__"], slots["__kwdefaults__"]))
+        if slots["__closure__"]:
+            slots["__closure__"] = tuple(map(_own_cell, slots["__closure__"]))
         return reduced
 
     def _reduce_object(self, value: Any, kind: type) -> Any:
@@ -290,6 +292,15 @@ def _with_its_file(code: CodeType) -> Any:
     if not os.path.exists(name):
         name = ipython.cell_name(name) or NO_FILE
     return make, (*arguments[:FILE_ARGUMENT], name, *arguments[FILE_ARGUMENT + 1 :])
+
+
+def _own_cell(cell: CellType) -> CellType:
+    """Return a cell with the same content.
+
+    cloudpickle gives each function separate cells when it is unpickled. If functions shared cells in the
+    pickle, code would have another digest once it has been unpickled.
+    """
+    return CellType(*_contents(cell))
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a slow change shows, and where."""
+"""The messages of a slow change, and where they appear."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_program_may_have_no_output_or_one_that_only_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Logged:
-        """What some programs put in place of their output."""
+        """An object that some programs put in place of their standard output."""
 
         def write(self, text: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A call to the controller is retried on its successor, and fails if there is none in time."""
+"""A call to the controller is retried on its successor, and fails if no successor starts in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Controllers:
-    """Finds controller number ``present`` and answers calls to each number as ``answers`` says."""
+    """Finds controller number ``present``, and answers calls to each number with ``answers``."""
 
     def __init__(self, present: int = 1, **answers: Any) -> None:
         self.present: int | None = present
@@ -102,7 +102,7 @@ async def test_a_caller_that_gives_up_cancels_the_call() -> None:
 
 
 async def test_the_second_attempt_to_delete_may_find_nothing() -> None:
-    """The first controller is lost after it has deleted, before it answers."""
+    """The first controller is lost after the deletion and before its answer."""
     seen = []
 
     async def delete(address: ActorAddress, verb: str, *, missing_ok: bool) -> str:

@@ -1,4 +1,4 @@
-"""What a process's view of an instance does when the scheduler is lost."""
+"""A process's view of an instance when the scheduler is lost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_an_instance_that_a_new_scheduler_does_not_know_yet_is_unavailable
 async def test_a_store_whose_scheduler_does_not_know_the_instance_yet_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A controller of before may get a change: the caller retries it with the next controller."""
+    """The previous controller may get a change; the caller then retries it with the next controller."""
     fail_with(monkeypatch, NotRunningError("no instance"))
     store = RemoteStore(Client(), "a")  # type: ignore[arg-type]
     for write in (store.commit, store.rewrite):

@@ -171,7 +171,7 @@ def test_a_function_is_called_before_a_client_closes() -> None:
 
 
 class ClosingWorker:
-    """A worker that tells how it is closed."""
+    """A worker that records how it is closed."""
 
     def __init__(self) -> None:
         self.status = Status.running

@@ -76,7 +76,7 @@ def test_options_of_the_file_win_one_by_one_and_the_code_has_the_others() -> Non
     assert spec.config.experimental_graceful_shutdown_timeout_s == 7
     assert spec.user_config == code["Model_1"].user_config
     assert spec.version == code["Model_1"].version
-    # What is no longer in the file is what the code says.
+    # An option that is no longer in the file has the code's value again.
     assert built(overrides("Model_1", "graceful_shutdown_timeout_s: 7"))["Model_1"].config.num_replicas == 2
 
 
@@ -182,7 +182,9 @@ def test_options_of_an_application_may_be_variables(monkeypatch: pytest.MonkeyPa
         ("  args: {a: 1}\n", BadRequestError, "is already built, so it takes no arguments"),
     ],
 )
-def test_what_does_not_fit_the_code_is_refused(text: str, kind: type[Exception], expected: str) -> None:
+def test_options_that_do_not_fit_the_code_are_refused(
+    text: str, kind: type[Exception], expected: str
+) -> None:
     with pytest.raises(kind) as caught:
         built(text)
     assert expected in str(caught.value)
@@ -227,7 +229,7 @@ def test_a_changed_file_is_imported_again_and_is_another_version_of_what_uses_it
 
 
 def test_code_can_be_in_the_files_of_the_environment(folder: Path) -> None:
-    """Also in the only folder of an archive, as hosts of repositories make them."""
+    """Also in the only folder of an archive, as GitHub creates archives."""
     with dask.config.set({"daskserve.process.environments-folder": str(folder / "cache")}):
         with zipfile.ZipFile(folder / "project.zip", "w") as archive:
             code = MODULE.replace("num_replicas=2", "num_replicas=5")
@@ -259,6 +261,34 @@ def test_a_version_does_not_depend_on_what_the_process_built_first() -> None:
         return found
 
     assert versions(1, 2) == versions(2, 1)
+
+
+ROUTED = """
+import daskserve as serve
+from fastapi import FastAPI
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class Routed:
+    @app.get("/")
+    def root(self): ...
+
+entry = Routed.bind()
+"""
+
+
+def test_a_version_does_not_depend_on_replicas_of_the_process(folder: Path) -> None:
+    """Loading the code of a replica changes the class that the process has imported."""
+    (folder / "routed.py").write_text(ROUTED)
+    config = application("").model_copy(update={"import_path": "routed:entry"})
+    (first,) = build_configured(config).spec.deployments
+    replica = unpack_code(first.spec.code, first.spec.parts)
+    (second,) = build_configured(config).spec.deployments
+    assert replica[0].__daskserve_app__ is not sys.modules["routed"].app
+    assert second.spec.version == first.spec.version
+    release_class_ids(forget(["routed"]))
 
 
 USING = """

@@ -1,4 +1,4 @@
-"""A user's request router that fails is in the status and in the events."""
+"""The failure of a user's request router appears in the status and in the events."""
 
 from __future__ import annotations
 

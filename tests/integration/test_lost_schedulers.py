@@ -55,7 +55,7 @@ def slow_stream(request: Any) -> AsyncIterator[str]:
 
 
 class Fetching:
-    """A request in a thread of its own."""
+    """A request in a separate thread."""
 
     def __init__(self, url: str) -> None:
         self.replies: list[Reply] = []
@@ -72,7 +72,7 @@ class Fetching:
 def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(
     how: signal.Signals, tmp_path: Path
 ) -> None:
-    """Of an instance with its records in the scheduler's memory, whose owner lives on."""
+    """The instance has its records in the scheduler's memory, and its owner keeps running."""
     with cluster(tmp_path, 2) as (port, scheduler, _), Client(f"tcp://127.0.0.1:{port}") as dask:
         dask.wait_for_workers(2, timeout=30)
         with serve.start(dask_client=dask, http_options={"port": 0}) as client:
@@ -93,7 +93,7 @@ def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(
             assert load.failures == []
             found = {actor.name: actor.pid for actor in client.status().actors}
             assert first.items() <= found.items()
-            # A program that starts now knows only the secret of this scheduler, and the workers have another.
+            # A program that starts now knows only this scheduler's secret; the workers have another one.
             with Client(f"tcp://127.0.0.1:{port}", set_as_default=False) as other:
                 connection = connection_of(other)
                 view = connection.cluster(client.instance_name)

@@ -15,7 +15,7 @@ from dask_processes import ExternalCluster, Program, alive, fetch, is_listening,
 
 import daskserve as serve
 
-#: Starts an instance, prints its addresses, and ends as standard input says.
+#: Starts an instance, prints its addresses, and ends in the way that standard input requests.
 SERVING = """
 import sys
 import daskserve as serve
@@ -249,7 +249,7 @@ def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) ->
         program.kill()
 
 
-#: A forked process calls a handle that it has inherited and one of its own connection, and exits.
+#: A forked process calls an inherited handle, then a handle of its own connection, and exits.
 FORKING = """
 import os
 import sys

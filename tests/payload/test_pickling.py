@@ -1,4 +1,4 @@
-"""What a pickled value shares with the original."""
+"""Memory that an unpickled value shares with the original."""
 
 from __future__ import annotations
 

@@ -32,7 +32,11 @@ _COLOURS: Mapping[str, str] = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": 
     type=click.Choice(list(LOG_LEVELS), case_sensitive=False),
     help="Only records of this level, and of those above it.",
 )
-@click.option("--grep", metavar="TEXT", help="Only records whose message or traceback contains this text.")
+@click.option(
+    "--grep",
+    metavar="TEXT",
+    help="Only records with this text in the message, the traceback, or the id of the request or its trace.",
+)
 @click.option(
     "--limit",
     type=click.IntRange(1, 10_000),

@@ -191,7 +191,7 @@ class DeploymentVerbs(Verbs):
         return {name: _info_of(each) for name, each in found.items()}
 
     async def stored_deployments(self, name: str | None = None) -> dict[str, StoredDeployment]:
-        """Return one deployment, or all, by name, as they were deployed; for `daskserve.get_deployment`.
+        """Return the deployments by name, all or one, as they were deployed; for `daskserve.get_deployment`.
 
         Raises
         ------

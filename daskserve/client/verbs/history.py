@@ -148,7 +148,7 @@ class HistoryVerbs(Verbs):
         level : str, optional
             The lowest level, such as ``"WARNING"``.
         grep : str, optional
-            A string that the message or the traceback contains.
+            A string that the message, the traceback, or the id of the request or of its trace contains.
         limit : int
             Maximum number of records, up to 10,000.
         after : str, optional

@@ -49,8 +49,8 @@ from daskserve.telemetry.table import Source
 
 T = TypeVar("T")
 
-#: The epoch is above these bits of an incarnation, so incarnations grow across epochs. 2**32 actors per
-#: controller are enough.
+#: The lower bits of an incarnation count the actors of one controller. The bits above them are the epoch, so
+#: incarnations also grow from epoch to epoch.
 EPOCH_BITS = 32
 
 

@@ -445,7 +445,7 @@ class Supervisor(SchedulerPlugin):
                 await self.close()
 
     async def close(self) -> None:
-        """Undo `start` and `_hosts_ready`, so that nothing is left in the scheduler."""
+        """Undo `start` and `_hosts_ready`; only the secret of its cluster stays in the scheduler."""
         self._is_closed = True
         self._evacuations.close()
         PROCESS.remove(self._metrics)

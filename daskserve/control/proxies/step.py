@@ -277,7 +277,7 @@ class _ProxyPlacement:
     def place(self, current: ProxyRecord | None, name: str, candidates: Sequence[WorkerInfo]) -> ProxyRecord:
         """Return the record of a wanted proxy, on its current worker or on the best one for it."""
         at = candidates[0] if current is None else self._worker_for(current, candidates)
-        if current is not None and (at is None or at.address == current.worker):
+        if current is not None and (at is None or self._may_stay(current, at)):
             host_port = self._rules.port or self._ports.get(current.host, 0)
             proxy = replace(current, port=current.port or host_port)
         else:
@@ -320,6 +320,11 @@ class _ProxyPlacement:
         if is_gone and self._may_wait(current) and not self._has_lasted(current.name):
             return None
         return candidates[0]
+
+    def _may_stay(self, proxy: ProxyRecord, at: WorkerInfo) -> bool:
+        """Return whether a proxy is on its worker, and on the port of the options."""
+        # The instance may have been started again, on the same cluster, with another port.
+        return proxy.worker == at.address and (not self._rules.port or proxy.port in (0, self._rules.port))
 
     def _may_wait(self, proxy: ProxyRecord) -> bool:
         return proxy.start_id == self._rules.start_id

@@ -75,7 +75,7 @@ class LogVerbs(LockingVerbs):
         level : str, optional
             The lowest level.
         grep : str, optional
-            A string that the message or the traceback contains.
+            A string that the message, the traceback, or the id of the request or of its trace contains.
         after : str, optional
             The cursor of an earlier answer, for the records after it, oldest first. None: the newest records.
         wait_s : float

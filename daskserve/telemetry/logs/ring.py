@@ -22,6 +22,9 @@ _OVERHEAD = 400
 #: longest lines.
 _LINES = 64
 
+#: The fields of a record in which a text is searched.
+_SEARCHED = ("message", "exception", "request_id", "trace_id")
+
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -36,7 +39,7 @@ class Query:
     level : str
         The lowest level.
     grep : str
-        A string that the message or the traceback contains.
+        A string that the message, the traceback, or the id of the request or of its trace contains.
     limit : int
         Maximum number of records; the newest are selected, or the oldest if ``after`` is given.
     instance : str
@@ -62,7 +65,8 @@ class Query:
         Parameters
         ----------
         after : int, optional
-            Those with higher numbers, the oldest first if there are more than ``limit``. None: the newest.
+            Only records with higher numbers, the oldest first if there are more than ``limit``. None: the
+            newest.
         """
         levelno = 0 if self.level is None else logging.getLevelNamesMapping().get(self.level.upper(), 0)
         found: deque[Plain] = deque(maxlen=self.limit)
@@ -89,7 +93,7 @@ class Query:
         replica = entry["replica"]
         if self.replica is not None and self.replica not in (replica, replica.rpartition("#")[2]):
             return False
-        return self.grep is None or self.grep in entry["message"] or self.grep in entry["exception"]
+        return self.grep is None or any(self.grep in entry[name] for name in _SEARCHED)
 
 
 class _AccessEntry:

@@ -1,4 +1,4 @@
-"""Segments within one process, which opens its own as another process would."""
+"""Segments within one process, which opens its own segments as another process would."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_view_is_read_only_and_starts_at_its_offset(writer: Segments, re
     assert not np.frombuffer(view, np.uint8).flags.writeable
 
 
-async def test_what_is_not_used_again_is_closed(
+async def test_unused_segments_are_closed(
     monkeypatch: pytest.MonkeyPatch, writer: Segments, reader: Segments
 ) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.01)

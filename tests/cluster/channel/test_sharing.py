@@ -15,8 +15,7 @@ import pytest
 from open_segments import open_segments
 
 from daskserve.cluster.channel.wire import sharing
-from daskserve.cluster.channel.wire.frames import MEMORY
-from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import MEMORY, OutOfBand
 from daskserve.cluster.channel.wire.segments import (
     HAS_SEGMENTS,
     Mapping,
@@ -139,7 +138,7 @@ async def test_the_memory_is_written_again_once_the_reader_drops_it() -> None:
             if number == 2:
                 held.append(large)
             del large, found
-            # Its answer has the note that the segment was opened.
+            # The answer also notes that the segment was opened.
             there.transport.post("answer")
             await here.take()
         assert len(set(inodes)) == 2, "one more, while the reader holds the first"

@@ -192,7 +192,7 @@ async def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller(
 
 
 async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_path: Path) -> None:
-    """But that does not take the store back from the other instance."""
+    """It does not take the store back from the other instance."""
     site = Site()
     url = f"sqlite:///{tmp_path}/store.db"
     ours, others = (OwnedStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))

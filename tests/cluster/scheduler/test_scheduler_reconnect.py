@@ -30,7 +30,7 @@ OWNED = {"owner": None, "owns_cluster": False, "grace_s": 0.0, "payload": b""}
 
 
 class NextScheduler:
-    """A scheduler that has just started, and what a supervisor does there."""
+    """A scheduler that has just started, and the actions of its supervisor."""
 
     def __init__(self, *workers: str) -> None:
         self.workers = dict.fromkeys(workers)
@@ -116,7 +116,7 @@ async def test_records_in_memory_come_from_the_worker_with_the_controller_only()
 
 
 @pytest.mark.virtual_time
-async def test_what_the_newest_controller_knew_counts() -> None:
+async def test_the_next_scheduler_uses_the_records_of_the_newest_controller() -> None:
     scheduler = NextScheduler("w1", "w2")
     ask = scheduler.reconnects.bring_back
     await ask(LOST, "w1", workers=["w1", "w2", "w3"], epoch=8, records=RECORDS)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from daskserve.cluster.channel.wire.parts import Buffer
+from daskserve.cluster.channel.wire.frames import Buffer
 from daskserve.cluster.channel.wire.segments import (
     HAS_SEGMENTS,
     Mapping,

@@ -13,7 +13,7 @@ QUERY: Mapping[str, tuple[str, str]] = {
     "replica": ("string", "Only records of this replica: its tag, or the part after #."),
     "since_s": ("integer", "Only records of the last seconds."),
     "level": ("string", "The lowest level, such as WARNING."),
-    "grep": ("string", "A text that the message or the traceback contains."),
+    "grep": ("string", "A string in the message, the traceback, or the id of the request or its trace."),
     "limit": ("integer", "Maximum number of records. Default: 1000."),
     "after": ("string", "The cursor next of an earlier response, to get later records."),
     "wait_s": ("integer", "How long to wait for records, at most 30 seconds."),
