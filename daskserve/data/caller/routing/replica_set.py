@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,8 @@ class ReplicaSet:
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
+        #: The names of priorities that calls may use.
+        self.priority_names: Collection[str] = ()
         #: Set by the first update from the controller.
         self._known = asyncio.Event()
         #: Fires when the first suspended replica may be used again.
@@ -152,7 +154,7 @@ class ReplicaSet:
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
-        configure(self._waiting, value, published)
+        self.priority_names = configure(self._waiting, value, published)
         self.pool.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]

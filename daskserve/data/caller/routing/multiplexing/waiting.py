@@ -389,8 +389,13 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self.next_at = at if self.next_at is None else min(at, self.next_at)
 
 
-def configure(waiting: WaitingRequests, published: Mapping[str, Any], replicas: Collection[str]) -> None:
-    """Apply the options that the controller has published, before the pool has the new replicas."""
+def configure(
+    waiting: WaitingRequests, published: Mapping[str, Any], replicas: Collection[str]
+) -> Collection[str]:
+    """Apply the options that the controller has published, before the pool has the new replicas.
+
+    Returns the names of priorities.
+    """
     old = waiting._pool.entries()
     # A new deployment of this name starts with a new router, without the errors of a deleted one. An update
     # may cover both changes; then it replaces all replicas.
@@ -399,6 +404,7 @@ def configure(waiting: WaitingRequests, published: Mapping[str, Any], replicas: 
     waiting.choose_by(None if "ending" in published else published.get("router"))
     waiting.order_by(published.get("order"))
     waiting.hedge_by(published.get("hedging"))
+    return waiting._order.classes
 
 
 def _is_plain(waiting: WaitingRequests) -> bool:
