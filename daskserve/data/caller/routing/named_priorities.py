@@ -1,4 +1,4 @@
-"""The names of priorities that calls of handles use; the deployment's ``priority_config`` has their numbers."""
+"""The names of priorities in the options of handles; ``priority_config`` has their numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ def check_priority(priority: str, *candidates: ReplicaSet) -> None:
     if priority not in known and not is_number(priority):
         names = f"a name of its priority_config: {', '.join(map(repr, sorted(known)))}"
         remedy = names if known else "give it a priority_config that has this name in its classes"
-        raise BadRequestError(
-            f"{described(candidates[0].tag, 'Deployment')} has no priority {priority!r}. Use a number, or {remedy}."
-        )
+        called = described(candidates[0].tag, "Deployment")
+        raise BadRequestError(f"{called} has no priority {priority!r}. Use a number, or {remedy}.")
 
 
 async def wait_and_check_priority(priority: str, router: Router) -> None:

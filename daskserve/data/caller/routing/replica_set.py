@@ -269,17 +269,17 @@ class ReplicaSet:
         taken: PooledReplica | None = None,
     ) -> None:
         replay = trial = since = load = None
-        is_socket = False
-        if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
+        has_messages = envelope.has_body and envelope.kind is EnvelopeKind.HTTP  # calls have none to repeat
+        if envelope.kind is EnvelopeKind.HTTP:
             trial = self._apart.trial_of(envelope) if self._apart.suspects.known else None
-            if envelope.has_body or envelope.lost:
-                receive = (replay := Replay(envelope, receive)).receive
-                if envelope.lost:
-                    trial = self._apart.rewind(envelope, replay, trial, *envelope.lost)
-                if self._waiting.routing is not None and envelope.has_body:
-                    await self._waiting.read(envelope, replay)
-            if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
+        if has_messages or envelope.lost:
+            receive = (replay := Replay(envelope, receive)).receive
+            if envelope.lost:
+                trial = self._apart.rewind(envelope, replay, trial, *envelope.lost)
+            if self._waiting.routing is not None and has_messages:
+                await self._waiting.read(envelope, replay)
+        if is_socket := envelope.head.get("type") == "websocket":
+            envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
         self.metrics.sent += not is_rejected
         while True:
             found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None
