@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from daskserve.common.types import described
 from daskserve.data.caller.request_routers.priorities import is_number
-from daskserve.data.caller.routing.replica_set import ReplicaSet
+from daskserve.data.caller.routing.replica_set import ReplicaSet, priority_names
 from daskserve.data.caller.routing.router import Router
 from daskserve.errors import BadRequestError
 
 
 def check_priority(priority: str, *candidates: ReplicaSet) -> None:
     """Raise `BadRequestError` unless one of the backends that a call may go to knows the name."""
-    known = {name for each in candidates for name in each.priority_names}
+    known = {name for each in candidates for name in priority_names(each)}
     if priority not in known and not is_number(priority):
         names = f"a name of its priority_config: {', '.join(map(repr, sorted(known)))}"
         remedy = names if known else "give it a priority_config that has this name in its classes"

@@ -94,8 +94,6 @@ class ReplicaSet:
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
-        #: The names of priorities that calls may use.
-        self.priority_names: Collection[str] = ()
         #: Set by the first update from the controller.
         self._known = asyncio.Event()
         #: Fires when the first suspended replica may be used again.
@@ -154,7 +152,7 @@ class ReplicaSet:
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
-        self.priority_names = configure(self._waiting, value, published)
+        configure(self._waiting, value, published)
         self.pool.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]
@@ -329,14 +327,9 @@ class ReplicaSet:
         since: float,
         is_deferred: bool,
     ) -> Coroutine[Any, Any, Load]:
-        priority, waits, on_slot = (
-            self._waiting.priority_of(envelope),
-            self.metrics.waits,
-            self._serve_waiting,
-        )
-        queued = QueuedRequest(
-            self.pool, replica, self._clock, send, waits, on_slot, priority, is_deferred=is_deferred
-        )
+        priority, on_slot = self._waiting.priority_of(envelope), self._serve_waiting
+        about = self.pool, replica, self._clock, send, self.metrics.waits, on_slot, priority
+        queued = QueuedRequest(*about, is_deferred=is_deferred)
         return queued.respond(envelope, receive, since)
 
     async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, envelope: Envelope) -> PooledReplica:
@@ -468,6 +461,11 @@ def _turn_of(
         replicas=replicas.pool.size,
         is_known=replicas.max_queued is not None,
     )
+
+
+def priority_names(replicas: ReplicaSet) -> Collection[str]:
+    """Return the names of priorities that calls may use."""
+    return replicas._waiting.priority_names
 
 
 def check_queue(replicas: ReplicaSet, envelope: Envelope | None = None) -> None:

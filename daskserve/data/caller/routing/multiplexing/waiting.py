@@ -96,6 +96,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         #: When a request stops waiting for a replica with its model, or a router is asked again; None if
         #: neither will happen.
         self.next_at: float | None = None
+        #: The names of priorities that calls may use.
+        self.priority_names: Collection[str] = ()
         #: When all requests are considered again, if they are many.
         self._all_at = 0.0
 
@@ -389,13 +391,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self.next_at = at if self.next_at is None else min(at, self.next_at)
 
 
-def configure(
-    waiting: WaitingRequests, published: Mapping[str, Any], replicas: Collection[str]
-) -> Collection[str]:
-    """Apply the options that the controller has published, before the pool has the new replicas.
-
-    Returns the names of priorities.
-    """
+def configure(waiting: WaitingRequests, published: Mapping[str, Any], replicas: Collection[str]) -> None:
+    """Apply the options that the controller has published, before the pool has the new replicas."""
     old = waiting._pool.entries()
     # A new deployment of this name starts with a new router, without the errors of a deleted one. An update
     # may cover both changes; then it replaces all replicas.
@@ -404,7 +401,7 @@ def configure(
     waiting.choose_by(None if "ending" in published else published.get("router"))
     waiting.order_by(published.get("order"))
     waiting.hedge_by(published.get("hedging"))
-    return waiting._order.classes
+    waiting.priority_names = waiting._order.classes.keys()
 
 
 def _is_plain(waiting: WaitingRequests) -> bool:
