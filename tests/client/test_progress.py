@@ -69,6 +69,8 @@ def test_the_text_counts_replicas_and_says_why_they_wait() -> None:
     )
     assert waits_for(status(["RUNNING"]), "g") == "echo: 1 of 3 replicas run"
     assert waits_for(status([]), "another goal") == "Waiting for a change"
+    stuck = replace(status(["RUNNING"]), problems={"store": "The disk is full.", "backend/a": "damaged"})
+    assert waits_for(stuck, "g") == "echo: 1 of 3 replicas run; The disk is full."
 
 
 def test_a_deploy_of_an_application_shows_the_deployment_that_the_others_wait_for() -> None:

@@ -17,7 +17,7 @@ from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.common.types import Location, ReplicaState
 from daskserve.control.observed.watch import MISSES
-from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
+from daskserve.control.reconcile import ACTION_RETRY_S, LOG_S, TICK_S
 from daskserve.control.records.records import BackendRecord, CodeRecord, ReplicaRecord
 from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
@@ -185,14 +185,18 @@ async def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again(sta
 
 
 @staged(workers=4)
-async def test_serving_continues_while_the_store_is_out_of_reach(stage: Stage) -> None:
+async def test_serving_continues_while_the_store_is_out_of_reach(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     await stage.create(num_replicas=2)
     before = await stage.published("backend/b")
     stage.store.failures = 10**6
     lost = next(iter(stage.running.values()))
     stage.cluster.remove_worker(lost.worker)
-    await stage.clock.sleep(30)
+    await stage.clock.sleep(LOG_S)
     assert await stage.published("backend/b") == before
+    said = [each.args[0] for each in caplog.records if "A control step of" in each.msg and each.args]
+    assert said.count("backend 'b'") in (1, 2), "not one line per attempt"
     stage.store.failures = 0
     await stage.until(lambda: len(stage.running_of("b")) == 2 and len(stage.started) == 3, timeout_s=1)
     await stage.until(lambda: lost.tag not in {key[8:] for key in stage.stored("replica")})

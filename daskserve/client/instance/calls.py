@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from daskserve.cluster.actors.controller_calls import call_controller, calls_of
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.formatting import shown
-from daskserve.common.types import GoalId, InstanceName
+from daskserve.common.types import ActorAddress, GoalId, InstanceName
 from daskserve.errors import (
     ClosedError,
     ClusterUnreachableError,
@@ -72,10 +72,19 @@ class ControllerCalls:
 
         call = calls_of(cluster.call, verb, message)
 
-        try:
+        async def attempt(controller: ActorAddress) -> Any:
+            # Again with each attempt: a scheduler that replaces a lost one may not have the parcels.
             await self.send_parcels(specs)
+            return await call(controller)
+
+        try:
             return await call_controller(
-                cluster, call, clock=self.cluster_connection.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
+                cluster,
+                attempt,
+                clock=self.cluster_connection.clock,
+                check_s=CHECK_S,
+                patience_s=CONTROLLER_S,
+                resumed_at=lambda: cluster.resumed_at,
             )
         except NotRunningError as error:
             raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error

@@ -25,7 +25,7 @@ logger = logging.getLogger("daskserve.client")
 
 
 class DefaultRoute(enum.Enum):
-    """Distinguishes an omitted route from None, which means no route; the same object in every process."""
+    """Stands for an omitted route, because None means no route. Pickling keeps its identity."""
 
     NAME = "a slash and the name"
 

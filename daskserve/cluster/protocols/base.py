@@ -217,6 +217,8 @@ class Cluster(Protocol):
     """One process's view of the cluster, for one instance."""
 
     instance: InstanceName
+    #: When a scheduler replaced a lost one, by the clock; None if none did.
+    resumed_at: float | None
 
     @property
     def routes(self) -> Routes: ...

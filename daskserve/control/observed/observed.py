@@ -189,7 +189,7 @@ class Notes:
         return self.retry_at is not None and self.retry_at > now
 
 
-#: The fields that do not matter without a change.
+#: The fields that only matter during a change.
 _LEFT_OVER = frozenset({"dead", "goal", "logged_at", "full_from", "most"})
 
 
@@ -252,6 +252,8 @@ class Observed:
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
     #: The unexpected error of the last step of a backend, until a step succeeds.
     step_failures: dict[BackendTag, str] = field(default_factory=dict)
+    #: The failure that was logged last, and when, by backend.
+    logged_failures: dict[BackendTag, tuple[str, float]] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
     #: The published set of backends that should run and have no running replica.
@@ -462,6 +464,7 @@ class Observed:
         self.notes.pop(tag, None)
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
+        self.logged_failures.pop(tag, None)
         self.model_problems.pop(tag, None)
         self.router_errors.forget(tag)
 

@@ -30,6 +30,7 @@ from daskserve.cluster.protocols.stores import (
     next_ownership,
 )
 from daskserve.cluster.scheduler.owned_store import PATIENCE_S, OwnedStore, owned_store
+from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import LoopClock
 from daskserve.errors import StaleEpochError, StoreTakenError, UnavailableError
@@ -405,6 +406,23 @@ async def test_an_instance_that_comes_back_does_not_take_the_store_from_another(
     assert await back.load() == {**here, "replica/b": b"old", "parcel/a": b"p"}
     await new.check()
     assert new.ownership is StoreOwnership.HELD
+
+
+async def test_a_failed_write_is_a_problem_until_one_succeeds(
+    instances: Instances, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await instances.running("old", backend_a=b"1")
+
+    async def fail(*_: Any) -> None:
+        raise StoreUnavailableError("The disk is full.")
+
+    monkeypatch.setattr(store.shared, "commit", fail)
+    with pytest.raises(StoreUnavailableError):
+        await store.commit(1, change({"backend_a": b"2"}))
+    assert store.problems() == {"store": "The last change could not be written. The disk is full."}
+    monkeypatch.undo()
+    await store.commit(1, change({"backend_a": b"2"}))
+    assert store.problems() == {}
 
 
 # ---- claims
