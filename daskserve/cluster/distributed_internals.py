@@ -17,6 +17,7 @@ from tornado.iostream import IOStream
 
 from daskserve.errors import ActorLostError
 from daskserve.internals.checking import needs
+from daskserve.internals.python import detach_finalizers
 
 with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed import Client, Scheduler, Security, Worker
@@ -29,6 +30,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.comm.tcp import TCP
     from distributed.core import ConnectionPool, Server, Status
     from distributed.deploy import Cluster
+    from distributed.diskutils import WorkDir
     from distributed.protocol import to_serialize
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
@@ -41,6 +43,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Client, "scheduler", "status", "_loop_runner")
     check.attributes(Client, "_ensure_connected", "_reconnect", "_scatter", "_send_to_scheduler")
     check.fields(Cluster, "_loop_runner")
+    check.attributes(WorkDir, "_finalize")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(ConnectionPool, "occupied")
     check.fields(Server, "handlers", "rpc")
@@ -96,6 +99,11 @@ def is_asynchronous(client: Client) -> bool:
     """Return whether a client was created with ``asynchronous=True``, so that it runs on its user's loop."""
     # The public property `asynchronous` is True on the loop of any client.
     return bool(client._asynchronous)
+
+
+def leave_folders() -> None:
+    """In a forked process: leave the temporary folders of Dask's servers to the parent, which has these."""
+    detach_finalizers(WorkDir._finalize)
 
 
 async def close_client(client: Client, **options: Any) -> None:

@@ -9,6 +9,7 @@ import dis
 import logging
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     PicklerInPython: Any = _Pickler
     check.attributes(asyncio, "_set_running_loop")
     check.attributes(atexit, "_run_exitfuncs")
+    check.attributes(weakref.finalize, "_registry")
     check.attributes(PicklerInPython, "dump", "save")
     check.parameters(PicklerInPython.save, "self", "obj", "save_persistent_id")
     check.parameters(logging.Logger.callHandlers, "self", "record")
@@ -39,6 +41,14 @@ def is_from_import(depth: int) -> bool:
 def run_exit_functions() -> None:
     """Call the functions registered with `atexit`, before `os._exit`."""
     atexit._run_exitfuncs()
+
+
+def detach_finalizers(function: Callable[..., object]) -> None:
+    """Forget all calls of a function that `weakref.finalize` would make."""
+    registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    for each, info in list(registry.items()):
+        if info.func == function:
+            each.detach()
 
 
 @contextmanager

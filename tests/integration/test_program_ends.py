@@ -253,6 +253,7 @@ def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) ->
 FORKING = """
 import os
 import sys
+import distributed
 import daskserve as serve
 
 @serve.deployment
@@ -270,6 +271,7 @@ if not child:
         assert client.get_handle("double").remote(2).result(30) == 4
     sys.exit(3)
 print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+print("has folder", os.path.isdir(distributed.default_client().cluster.scheduler.local_directory), flush=True)
 print("answer", handle.remote(4).result(30), flush=True)
 """
 
@@ -279,7 +281,7 @@ def test_a_forked_process_connects_again_and_exits(tmp_path: Path) -> None:
     program = Program(["-c", FORKING], tmp_path)
     try:
         assert program.wait(30) == 0, program.report()
-        assert program.output == "status 3\nanswer 8\n"
+        assert program.output == "status 3\nhas folder True\nanswer 8\n"
     finally:
         program.kill()
 

@@ -34,6 +34,7 @@ from daskserve.cluster.distributed_internals import (
     close_client,
     configured_security,
     is_asynchronous,
+    leave_folders,
     release_loop,
     scheduler_address,
 )
@@ -382,6 +383,7 @@ class DaskConnection:
         self.client.status = "closed"
         if isinstance(self.client.cluster, SpecCluster):
             self.client.cluster.status = Status.closed
+        leave_folders()
 
     def _release(self) -> None:
         self.channels.abort()

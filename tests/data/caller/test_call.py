@@ -340,14 +340,24 @@ async def test_a_direct_call_does_not_overtake_queued_requests(process: Process)
     assert [await first, await second] == ["by task"] * 2
 
 
+@pytest.mark.parametrize("needs_task", [False, True])
 @pytest.mark.parametrize("is_lost_again", [False, True])
 async def test_an_idempotent_call_that_had_begun_is_retried_once(
-    process: Process, is_lost_again: bool
+    process: Process, is_lost_again: bool, needs_task: bool
 ) -> None:
+    """Its first attempt needs no task, unless there is no connection yet."""
+    if needs_task:
+        process.apart = {"r1", "r2", "r3"}
     response = process.handle("r1", "r2", "r3").options(idempotent=True).remote()
     await quiet()
-    for number in (1, 2):
-        assert len(process.requested) == len(set(process.requested)) == number
+    tags = [each.tag for each in process.asked]
+    assert len(tags) == (not needs_task)
+    for each in process.asked:
+        each.end(None, ActorLostError("gone", begun=True))
+        await quiet()
+    for number in (1, 2)[len(tags) :]:
+        found = tags + process.requested
+        assert len(found) == len(set(found)) == number
         outcome, process.outcome = process.outcome, asyncio.get_running_loop().create_future()
         if number == 1 or is_lost_again:
             outcome.set_exception(ActorLostError("gone", begun=True))
@@ -359,12 +369,15 @@ async def test_an_idempotent_call_that_had_begun_is_retried_once(
             response.result()
     else:
         assert await response == "by task"
-    assert len(process.requested) == 2
+    assert len(tags + process.requested) == 2
     assert process.idle_replicas() == {"r1": 0, "r2": 0, "r3": 0}
 
 
 async def test_an_idempotent_call_is_not_retried_for_ever_on_replicas_that_stop(process: Process) -> None:
     response = process.handle(*(f"r{number}" for number in range(9))).options(idempotent=True).remote()
+    await quiet()
+    (first,) = process.asked
+    first.end(None, ActorLostError("gone", begun=True, is_planned=True))
     await quiet()
     while not response.done():
         outcome, process.outcome = process.outcome, asyncio.get_running_loop().create_future()
@@ -372,7 +385,7 @@ async def test_an_idempotent_call_is_not_retried_for_ever_on_replicas_that_stop(
         await quiet()
     with pytest.raises(ActorLostError, match="gone"):
         response.result()
-    assert len(process.requested) == 1 + MAX_REPEATS
+    assert len(process.requested) == MAX_REPEATS
 
 
 async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:

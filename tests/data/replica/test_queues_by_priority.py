@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from quick_instance import poll_for
 
 import daskserve as serve
+from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import local_instance
 
@@ -98,3 +100,25 @@ def test_user_code_reads_the_session_and_the_priority_of_an_http_request(handle:
     plain = Model.options(priority_config=None, request_router_config=None)
     serve.run(plain.bind(), route_prefix="/")
     assert httpx.get(url, headers=headers).json() == {"session": "another", "priority": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIG, "has no priority 'gold'. Use a number, or a name of its priority_config: 'urgent'."),
+        (None, "has no priority 'gold'. Use a number, or give it a priority_config that has this name"),
+    ],
+)
+def test_a_call_with_a_priority_that_has_no_number_is_refused(config: Any, message: str, handle: Any) -> None:
+    handle = serve.run(Model.options(priority_config=config).bind(), route_prefix="/")
+    gold = handle.options(priority="gold")
+    for make in (
+        lambda: gold.state.remote().result(DEADLINE_S),
+        lambda: gold.options(timeout_s=DEADLINE_S).state.remote().result(DEADLINE_S),
+        lambda: next(iter(gold.options(stream=True).state.remote())),
+        lambda: list(gold.loaded.map(["a"])),
+    ):
+        with pytest.raises(BadRequestError, match=re.escape(message)):
+            make()
+    assert handle.options(priority="-7").state.remote().result(DEADLINE_S) == (0, [])
+    assert handle.state.remote().result(DEADLINE_S) == (0, [])

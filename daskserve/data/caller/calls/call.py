@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
@@ -182,8 +183,7 @@ class Call:
         self._replicas = replicas
         cancel: Callable[[], None] | None = None
         try:
-            # An idempotent call needs a task, which retries it if its replica is lost.
-            if not replica.has_queued_request and not self._envelope.is_idempotent_call():
+            if not replica.has_queued_request:
                 cancel = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
             pass  # the task below finds another replica
@@ -264,13 +264,20 @@ class Call:
             else:
                 self._calls.latency.observe(stopwatch() - self._began)
                 self._future.set_result(message["payload"])
-        elif isinstance(outcome, (ReplicaBusyError, ActorLostError)) and not getattr(outcome, "begun", False):
+        elif isinstance(outcome, (ReplicaBusyError, ActorLostError)) and self._may_go_on(outcome):
             if self._future.cancelled():
                 self._fail(asyncio.CancelledError())
             else:
+                if isinstance(outcome, ActorLostError) and outcome.begun:
+                    # The replica set decides whether it is retried, as it does for HTTP requests.
+                    self._envelope = replace(self._envelope, lost=(outcome, replica.address.worker))
                 self._continue(outcome)
         else:
             self._fail(outcome)
+
+    def _may_go_on(self, outcome: ReplicaBusyError | ActorLostError) -> bool:
+        is_begun = isinstance(outcome, ActorLostError) and outcome.begun
+        return not is_begun or self._envelope.is_idempotent_call()
 
     def _continue(
         self,

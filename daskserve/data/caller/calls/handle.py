@@ -38,6 +38,7 @@ from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSel
 from daskserve.data.caller.calls.response import Response, response_class
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.mapping.methods import BatchCalls
+from daskserve.data.caller.routing.named_priorities import check_priority, wait_and_check_priority
 from daskserve.data.caller.routing.router import Router, Routers
 from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
 from daskserve.errors import (
@@ -369,6 +370,8 @@ class Handle(BatchCalls):
                 replicas = router.only  # set only if the endpoint is known and exists
                 # A call with a trace goes through `Router.send`, which makes its spans.
                 if replicas is not None and (facts is None or TRACE not in facts):
+                    if type(self._options.priority) is str and replicas.max_queued is not None:
+                        check_priority(self._options.priority, replicas)
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
                     envelope.model_id = self._options.multiplexed_model_id
@@ -450,6 +453,8 @@ class Handle(BatchCalls):
             router = (await routers_of(cluster)).router(self._endpoint)
             if not router.is_known:
                 await router.wait_until_known()
+            if type(self._options.priority) is str:
+                await wait_and_check_priority(self._options.priority, router)
         return router
 
 

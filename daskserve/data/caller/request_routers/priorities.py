@@ -63,9 +63,14 @@ class Order:
         if isinstance(value, str):
             if value in self.classes:
                 return self.classes[value]
-            # int() would also accept spaces, underscores and any number of digits.
-            value = int(value) if value.removeprefix("-").isdecimal() and len(value) <= 4 else 0
+            value = int(value) if is_number(value) else 0
         return max(-MAX_PRIORITY, min(MAX_PRIORITY, value)) if isinstance(value, int) else 0
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is the number of a priority."""
+    # int() would also accept spaces, underscores and any number of digits.
+    return text.removeprefix("-").isdecimal() and len(text) <= 4
 
 
 class RankedQueue(Generic[T]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -267,17 +267,17 @@ class ReplicaSet:
         taken: PooledReplica | None = None,
     ) -> None:
         replay = trial = since = load = None
-        is_socket = False
-        if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
+        has_messages = envelope.has_body and envelope.kind is EnvelopeKind.HTTP  # calls have none to repeat
+        if envelope.kind is EnvelopeKind.HTTP:
             trial = self._apart.trial_of(envelope) if self._apart.suspects.known else None
-            if envelope.has_body or envelope.lost:
-                receive = (replay := Replay(envelope, receive)).receive
-                if envelope.lost:
-                    trial = self._apart.rewind(envelope, replay, trial, *envelope.lost)
-                if self._waiting.routing is not None and envelope.has_body:
-                    await self._waiting.read(envelope, replay)
-            if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
+        if has_messages or envelope.lost:
+            receive = (replay := Replay(envelope, receive)).receive
+            if envelope.lost:
+                trial = self._apart.rewind(envelope, replay, trial, *envelope.lost)
+            if self._waiting.routing is not None and has_messages:
+                await self._waiting.read(envelope, replay)
+        if is_socket := envelope.head.get("type") == "websocket":
+            envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
         self.metrics.sent += not is_rejected
         while True:
             found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None
@@ -327,14 +327,9 @@ class ReplicaSet:
         since: float,
         is_deferred: bool,
     ) -> Coroutine[Any, Any, Load]:
-        priority, waits, on_slot = (
-            self._waiting.priority_of(envelope),
-            self.metrics.waits,
-            self._serve_waiting,
-        )
-        queued = QueuedRequest(
-            self.pool, replica, self._clock, send, waits, on_slot, priority, is_deferred=is_deferred
-        )
+        priority, on_slot = self._waiting.priority_of(envelope), self._serve_waiting
+        about = self.pool, replica, self._clock, send, self.metrics.waits, on_slot, priority
+        queued = QueuedRequest(*about, is_deferred=is_deferred)
         return queued.respond(envelope, receive, since)
 
     async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, envelope: Envelope) -> PooledReplica:
@@ -466,6 +461,11 @@ def _turn_of(
         replicas=replicas.pool.size,
         is_known=replicas.max_queued is not None,
     )
+
+
+def priority_names(replicas: ReplicaSet) -> Collection[str]:
+    """Return the names of priorities that calls may use."""
+    return replicas._waiting.priority_names
 
 
 def check_queue(replicas: ReplicaSet, envelope: Envelope | None = None) -> None:

@@ -184,10 +184,13 @@ class Router:
                 return error
         return NotFoundError(f"Endpoint '{short_tag(self.endpoint)}' does not exist.")
 
+    def replica_sets(self) -> list[ReplicaSet]:
+        """Return the replica sets of all backends with traffic."""
+        return [self._routers.replica_set(each) for each in (self._policy.active if self._policy else ())]
+
     async def replicas(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all backends with traffic."""
-        active = () if self._policy is None else self._policy.active
-        return [each for backend in active for each in await self._routers.replica_set(backend).addresses()]
+        return [address for each in self.replica_sets() for address in await each.addresses()]
 
     def send(
         self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""

@@ -96,6 +96,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         #: When a request stops waiting for a replica with its model, or a router is asked again; None if
         #: neither will happen.
         self.next_at: float | None = None
+        #: The names of priorities that calls may use.
+        self.priority_names: Collection[str] = ()
         #: When all requests are considered again, if they are many.
         self._all_at = 0.0
 
@@ -399,6 +401,7 @@ def configure(waiting: WaitingRequests, published: Mapping[str, Any], replicas: 
     waiting.choose_by(None if "ending" in published else published.get("router"))
     waiting.order_by(published.get("order"))
     waiting.hedge_by(published.get("hedging"))
+    waiting.priority_names = waiting._order.classes.keys()
 
 
 def _is_plain(waiting: WaitingRequests) -> bool:
