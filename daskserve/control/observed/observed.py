@@ -60,6 +60,8 @@ class Scaling:
         The new target number, and the number that the policy wants without delays.
     samples : tuple
         The last samples, oldest first.
+    logged : dict
+        When an error of the policy was logged last, by kind.
     """
 
     at: float
@@ -69,6 +71,7 @@ class Scaling:
     wanted: int
     reason: str
     samples: tuple[Sample, ...] = ()
+    logged: dict[str, float] = field(default_factory=dict)
 
     def is_for(self, backend: BackendRecord) -> bool:
         """Return whether this decision changes the backend's number of replicas and still applies to it."""

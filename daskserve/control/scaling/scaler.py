@@ -49,6 +49,10 @@ STARVED_RETRY_S = 0.1
 PENDING_S = 5.0
 
 
+#: Time after which an error of the same kind is logged again.
+LOG_AGAIN_S = 3600.0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ScaledBackend(ScheduledPolicy[Autoscaler]):
     """The state kept for one backend. ``autoscaler`` is None while its policy is not loaded."""
@@ -365,7 +369,12 @@ class Scaler:
         )
         decided.note(snapshot.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
-        if step.error is not None and (before is None or before.reason != step.reason):
+        if before is not None and before.options == backend.autoscaling:
+            decided.logged = before.logged
+        # A policy may fail in turns, or with a different text each time.
+        kind = type(step.error).__qualname__
+        if step.error is not None and decided.at - decided.logged.get(kind, -math.inf) >= LOG_AGAIN_S:
+            decided.logged[kind] = decided.at
             logger.error(
                 "The autoscaler of %s: %s",
                 backend.display_name,
