@@ -15,6 +15,7 @@ from daskserve.data.replica.environment.working_dir import PackedFolder, pack_fo
 from daskserve.data.replica.user_code.class_app import has_app, without_others
 from daskserve.data.replica.user_code.definitions import CallableFacts, inspect_definition
 from daskserve.errors import BadRequestError
+from daskserve.internals.ordered_sets import SetOrder
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.environment import Environment, parse_environment
@@ -245,7 +246,9 @@ def make_spec(
         files = pack_folder(environment.working_dir)
     folder = () if files is None else (files,)
     sealed, user_config = split_config(wanted, metadata, **isolation)
-    arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
+    sets = SetOrder()
+    ordered = sets.order_all(tuple(init_args))
+    arguments = (type(init_args)(ordered) if substitution else ordered, sets.order(dict(init_kwargs)))
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
     definition = ImportPath.of(definition) if isinstance(definition, str) else definition
