@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 DEADLINE_S = 120.0
 
 # The same examples in every run, and no deadline: a busy machine is not a failure.
-# A failure is shown as found: to shrink a schedule takes longer than the suite may; nightly does it.
+# A failure is shown as found. Shrinking a schedule takes too long for the suite; nightly runs do it.
 settings.register_profile(
     "daskserve", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], print_blob=True
 )
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a coroutine function as a test, with a deadline.
 
-    It runs in virtual time if it is marked so, or on a loop of the fixture ``loop_factory`` if it has that. A
+    It runs in virtual time if it has that mark, or on a loop of the fixture ``loop_factory`` if it uses it. A
     fixture that returns an asynchronous context manager is entered on that loop; the test gets its value.
     """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):

@@ -13,7 +13,7 @@ from daskserve.common.formatting import as_whole, shown, shown_size
 from daskserve.common.strict_json import strict_json
 
 ROOT = Path(__file__).parent.parent
-#: Modules whose numbers are read by programs, or on an axis.
+#: Modules whose numbers are for programs, or for an axis.
 FOR_PROGRAMS = {"daskserve/simulation/svg.py"}
 
 

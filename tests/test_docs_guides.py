@@ -1,4 +1,4 @@
-"""The examples of the guides in docs/ work as they stand, and print what the guides say."""
+"""The examples of the guides in docs/ work unchanged, and print the output in the guides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 class Counted:
-    """A plugin of pytest that counts the tests that pass."""
+    """A pytest plugin that counts passed tests."""
 
     def __init__(self) -> None:
         self.passed = 0
@@ -48,7 +48,7 @@ def instance() -> Iterator[serve.Client]:
 
 @pytest.fixture
 def paste(instance: serve.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that runs the program of a page, and returns its names."""
+    """Return a function that runs the program of a page, and returns its names."""
 
     def run(target: Any, *, blocking: bool, **options: Any) -> None:
         assert blocking
@@ -131,7 +131,7 @@ def test_guests_of_two_replicas_chat(paste: Any, instance: serve.Client) -> None
                     speaker.send(Message(data="hello"))
                     assert [each.message() for each in everyone] == [f"{name}: hello"] * 3
             assert [ann.message(), bob.message()] == ["Cleo leaves"] * 2
-            # Each of the two replicas sends to its own guests.
+            # Each of the two replicas sends to the guests connected to it.
             replicas = instance.get_app_handle("default").broadcast("deliver", "lobby", "Closing time")
             assert replicas.results(10) == [None, None]
             assert [ann.message(), bob.message()] == ["Closing time"] * 2
@@ -204,7 +204,7 @@ def test_calls_by_handle_share_a_batch(paste: Any, instance: serve.Client) -> No
     handle = instance.get_app_handle("default")
     responses = [handle.predict.remote([1, x]) for x in range(40)]
     assert [each.result(10)["score"] for each in responses] == [0.5 + 2 * x for x in range(40)]
-    # More than the 16 of the decorator: `user_config` sets the limit.
+    # More than the decorator's 16, because `user_config` sets the limit.
     assert max(each.result(10)["batch"] for each in responses) > 16
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/handles.md and docs/batch_inference.md work as they stand."""
+"""The examples of docs/handles.md and docs/batch_inference.md work unchanged."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ ROWS = {
 
 #: Options with names such as these are limits.
 LIMIT = re.compile(r"(max|min)_.*|.*_(timeout|grace)_s")
-#: Others: how long the place of a proxy is kept has to do with no request.
+#: Exceptions: how long a proxy's place is kept does not concern requests.
 NO_LIMITS = {"return_grace_s"}
-#: What no request meets in a way that could be counted: only the program gets the error, or nothing happens.
+#: Limits without a metric, because only the program gets an error, or nothing happens.
 NOT_COUNTED = {
     "`daskserve.timeouts.proxy-s`",
     "`daskserve.timeouts.connect-s`",

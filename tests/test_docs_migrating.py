@@ -1,4 +1,4 @@
-"""The examples of docs/migrating.md for the classic system work as they stand.
+"""The examples of docs/migrating.md for the classic system work unchanged.
 
 `test_docs_guides` runs the one for today's Ray Serve.
 """
@@ -27,7 +27,7 @@ def nothing() -> None: ...
 
 @pytest.fixture
 def _instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The examples use an instance in this process."""
+    """Let the examples use an instance in this process."""
 
     def start() -> None:
         serve.run(nothing.bind(), local=True, name="unrelated")

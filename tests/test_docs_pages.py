@@ -1,4 +1,4 @@
-"""Code of all pages is valid, and the programs of the pages about platforms and migration work."""
+"""The code on all pages is valid, and the programs on the pages about platforms and migration work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The files on the pages about platforms fit the systems that they are for, as far as those are installed.
+"""The files on the pages about platforms are valid for their systems, if these are installed.
 
-``pip install -e '.[platforms]'`` brings what checks those of Kubernetes, job queues and containers; systemd,
-Caddy and nginx (`tests/integration/test_behind_nginx.py`) are Debian's.
+``pip install -e '.[platforms]'`` installs the checkers for Kubernetes, job queues and containers. systemd,
+Caddy and nginx (`tests/integration/test_behind_nginx.py`) are packages of Debian.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_the_configuration_of_caddy_is_valid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["SLURMCluster", "PBSCluster"])
 def test_a_job_ends_with_its_worker(kind: str) -> None:
-    """What dask-jobqueue submits: no shell stays between the job and the worker, and it leaves in time."""
+    """No shell stays between dask-jobqueue's job and its worker, and the worker leaves in time."""
     pytest.importorskip("dask_jobqueue")
     (program,) = [each for each in blocks(PLATFORMS / "slurm.md", "python") if f" {kind}\n" in each]
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Every block of the README runs as it stands; its first one, and its commands, run in tests/integration."""
+"""Every block of the README runs unchanged; the first block and the commands run in tests/integration."""
 
 from __future__ import annotations
 

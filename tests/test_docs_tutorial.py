@@ -1,4 +1,4 @@
-"""The programs of the tutorial work as they stand, and answer what it shows."""
+"""The programs of the tutorial work unchanged, and return the answers in the tutorial."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def answers_as_shown(step: str, instance: serve.Client) -> None:
 
 
 def test_the_tests_of_the_project_pass(project: Path) -> None:
-    """First, because they shut the instance down that is nearest."""
+    """This test runs first, because those tests shut down the nearest instance."""
     (project / "prices.py").write_text(program("4-composition"))
     (project / "test_prices.py").write_text(program("5-test"))
     assert pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(project)]) == 0
@@ -90,7 +90,7 @@ def test_the_options_of_autoscaling_fit_the_program(project: Path, instance: ser
 def test_an_instance_is_started_and_changes_under_load(
     project: Path, instance: serve.Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here in one process; tests/integration have clusters."""
+    """Here it runs in one process; tests/integration uses clusters."""
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(serve, "start", lambda **options: started.append(options))
     source = program("8-cluster")

@@ -64,7 +64,7 @@ def test_requests_to_an_application_wait_while_it_starts_for_the_first_time(
         assert refused.result()[0] == 503
         assert "2 requests already wait for deployment 'Model' of application 'shop'" in refused.result()[1]
         assert (timed_out[0], fetch(f"{url}/else")[0], fetch(f"{url}/-/healthz")[0]) == (408, 404, 503)
-        # Another application serves in the meantime; what this one will answer is not its own.
+        # Another application serves meanwhile, but does not answer requests for this one's route.
         client.run(serve.deployment(lambda: "else").bind(), name="else", route_prefix="/else")
         assert fetch(f"{url}/else") == (200, "else")
         assert fetch(f"{url}/-/readyz") == (503, "No replica runs of: shop/Model.")

@@ -18,7 +18,7 @@ from daskserve.testing import local_instance
 
 
 class Guard:
-    """A middleware that lets nobody in."""
+    """A middleware that refuses all requests."""
 
     def __init__(self, app: Any) -> None:
         pass
@@ -52,7 +52,7 @@ def test_health_has_a_port_outside_of_the_middlewares() -> None:
         status_of(health)
 
 
-def test_what_the_health_port_refuses_is_counted_with_the_proxy() -> None:
+def test_refusals_at_the_health_port_are_counted_with_the_proxy() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]

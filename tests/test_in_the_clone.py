@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_import_error_of_a_part_of_the_package_names_the_problem_and_the_remedy() -> None:
-    # Remove the import hooks that an editable installation of the clone adds.
+    # Removes the import hooks that an editable installation of the clone adds.
     code = (
         "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
         "import daskserve as serve; serve.deployment"
@@ -27,7 +27,7 @@ def test_the_import_error_of_a_part_of_the_package_names_the_problem_and_the_rem
     assert "another directory" in ended.stderr
 
 
-#: Takes the place of Python in a clone: prints the last line of pytest for each part of the suite.
+#: Replaces Python in a clone: prints the last line of pytest for each part of the suite.
 PARTS = """#!/bin/sh
 touch "$TMPDIR/left"
 case "$*" in

@@ -77,13 +77,13 @@ INDEPENDENT: Sequence[tuple[str, str]] = (
     ("daskserve.simulation", "daskserve.control"),
     ("daskserve.simulation", "daskserve.cluster"),
 )
-#: What the components that carry requests may import of daskserve.cluster: its protocols, and these two.
+#: The modules of daskserve.cluster that components on the request path may import besides its protocols.
 SEAM = frozenset(
     {
         "daskserve.cluster.protocols.base",
-        # An unpickled handle has no link, so it must find the link of its process.
+        # An unpickled handle has no connection, so it must find the connection of its process.
         "daskserve.cluster.worker.current",
-        # An isolated replica is no actor: it runs in a child process of the actor.
+        # An isolated replica is not an actor: it runs in a child process of the actor.
         "daskserve.cluster.worker.child",
         "daskserve.cluster.worker.child_view",
     }
@@ -312,7 +312,8 @@ def test_every_package_on_disk_is_listed_in_setup_py(tree: Tree) -> None:
     listed = re.search(r"packages=\[([^]]*)\]", (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert listed is not None
     with_code = {name if module.is_package else name.rpartition(".")[0] for name, module in tree.items()}
-    # Folders with files alone, such as the pages, are listed, too: setuptools leaves out those that are not.
+    # Folders without modules, such as the pages, are listed, too, because setuptools omits folders that are
+    # not.
     with_files = {"daskserve.pages", "daskserve.dashboards"}
     assert (with_code | with_files) - set(re.findall(r'"([^"]+)"', listed[1])) == set()
 

@@ -84,7 +84,7 @@ def test_the_public_names_are_exactly_these() -> None:
 
 @each_case("module", [serve, serve.classic, serve.tasks])
 def test_type_checkers_and_the_site_find_every_public_name_where_it_is(module: ModuleType) -> None:
-    """They read the imports; the names are loaded by a table."""
+    """Type checkers and the site read the imports, but the names are loaded through a table."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
     found = {alias.asname or alias.name: each.module for each in imports for alias in each.names}
@@ -130,7 +130,7 @@ def test_the_classic_names_are_in_a_module() -> None:
         ("tasks", "instantiate_adapter_from_config"),
     ],
 )
-def test_names_of_public_modules_go_on_working_from_the_package(
+def test_names_of_public_modules_keep_working_from_the_package(
     recwarn: pytest.WarningsRecorder, module: str, names: str
 ) -> None:
     for name in names.split():
@@ -140,7 +140,7 @@ def test_names_of_public_modules_go_on_working_from_the_package(
     assert not recwarn.list
 
 
-def test_the_decorator_of_task_consumers_goes_on_working_from_the_package() -> None:
+def test_the_decorator_of_task_consumers_keeps_working_from_the_package() -> None:
     """Python sets the name to the module ``daskserve.task_consumer`` once that is imported."""
     with pytest.raises(TypeError, match="task_processor_config"):
         serve.task_consumer()

@@ -25,7 +25,7 @@ PATIENCE_S = 10.0
 
 
 class Notes(Gates):
-    """Also what user code has done."""
+    """Records the actions of user code."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 
 
 class Waits(Gates):
-    """Also whether the handler waits."""
+    """Records whether the handler waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def proxies(client: Client) -> dict[str, str]:
 
 @pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_WORKER])
 def test_a_proxy_that_leaves_ends_with_its_last_request(location: Location) -> None:
-    """Others on its ports take new connections, and a second order to stop, as by a new controller, waits."""
+    """Other proxies on its ports get new connections. A second stop, as by a new controller, waits, too."""
     health_port = free_port()
     options = HTTPOptions(port=0, location=location, health_port=health_port)
     with local_instance(http_options=options) as client, ThreadPoolExecutor() as pool:

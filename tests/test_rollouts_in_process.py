@@ -21,7 +21,7 @@ EVERY_S = 0.01
 
 
 class Fault(Exception):
-    """What a faulty version raises."""
+    """The error that a faulty version raises."""
 
 
 def application(version: str, fails: float, seed: int, **options: Any) -> serve.Application:
@@ -60,7 +60,7 @@ class Load:
 async def under_load(
     fails: float, seed: int, plan: dict[str, Any]
 ) -> AsyncIterator[tuple[AsyncClient, Load]]:
-    """Yield a client and the load on version 1, beside which version 2 gets its first share."""
+    """Yield a client and the load on version 1, once version 2 has its first share of the traffic."""
     async with local_instance_async() as client:
         handle = await client.run(application("1", 0.001, seed))
         load = Load(handle)
@@ -105,7 +105,7 @@ def nearly_equal(old: float, new: float) -> bool:
 
 
 def halved(version: str, shift: float, small: float, **options: Any) -> serve.Application:
-    # Virtual time runs ahead of threads that are busy, so probes of theirs would fail.
+    # Virtual time runs ahead of busy threads, so their health checks would fail.
     @serve.deployment(name="m", version=version, liveness=None, **options)
     def answer(value: float) -> float:
         if value == 13:

@@ -1,4 +1,4 @@
-"""Backups, restores and checks of stores: what they promise operators."""
+"""Backups, restores and checks of stores: their guarantees for operators."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_backup_restores_into_any_kind_of_store(tmp_path: Path, kind: str, tar
     assert found_in(other) == records()
     assert found_in(other, "an/other one") == {"goal/g": b"?"}
     assert found_in(other, "a third") == {"a": b"1"}
-    # No actor of a later epoch than the backup's is newer than the next controller.
+    # Actors of epochs after the backup must not be newer than the next controller.
     assert fill(other) > epoch
 
 
@@ -221,7 +221,7 @@ def test_rows_that_are_damaged_in_the_file_are_found_and_backed_up_without(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_missing_is_reported_refused_and_given_up_only_if_forced(tmp_path: Path, kind: str) -> None:
+def test_missing_records_are_reported_and_given_up_only_if_forced(tmp_path: Path, kind: str) -> None:
     url = url_of(kind, tmp_path)
 
     async def main() -> None:

@@ -88,7 +88,7 @@ BANNED: Mapping[str, tuple[str, ...]] = {
         "benchmarks/",
     ),
     r"os\.(environb?|getenv|putenv)": ("daskserve/common/settings.py", "examples/", "benchmarks/"),
-    # Other threads import meanwhile; `copy` is one step.
+    # Other threads may import modules meanwhile; `copy` is one step.
     r"sys\.modules\.(items|keys|values)": (),
 }
 
@@ -229,7 +229,7 @@ def _code_lines(node: Function) -> int:
 
 
 def lone_protocols(tree: Tree, implemented: Collection[str] = ()) -> list[str]:
-    """Find protocols that type nothing but the module that defines them, and have no two implementers there.
+    """Find protocols that only their own module uses, and that fewer than two classes there implement.
 
     ``implemented`` has the names of those that classes of tests implement, by name.
     """
@@ -254,7 +254,7 @@ def lone_protocols(tree: Tree, implemented: Collection[str] = ()) -> list[str]:
 
 
 def protocols_of_one(tree: Tree, tests: Tree) -> list[str]:
-    """Find protocols of a tree that fewer than two classes, tests included, have all the members of."""
+    """Find protocols of a tree whose members fewer than two classes have, including classes of tests."""
     classes = Classes({**tree, **tests})
     members = {key: classes.members(key) for key in classes.nodes}
     protocols = {key for key, node in classes.nodes.items() if _is_protocol(node)}
@@ -420,7 +420,7 @@ BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 
 
 def foreign_private_names(tree: Tree) -> list[str]:
-    """Find private names that nothing in the tree defines, so that they belong to another library."""
+    """Find private names that the tree does not define, so that they belong to another library."""
     rest = {path: source for path, source in tree.items() if not path.startswith(INTERNALS)}
     own = {Path(path).stem for path in tree}
     own.update(name for _, node in _nodes(rest) for name in _defined_names(node))
@@ -463,7 +463,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _used_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node takes from an object or a module, as far as they can be read off it."""
+    """Yield the names that a node reads from an object or a module, as far as the syntax shows them."""
     if isinstance(node, ast.Attribute):
         yield node.attr
     elif isinstance(node, ast.ImportFrom):
@@ -475,7 +475,7 @@ def _used_names(node: ast.AST) -> Iterator[str]:
         yield from (str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant))
 
 
-#: A reference in a comment, a docstring or a text to something in the library.
+#: A reference in a comment, a docstring or a string to an object of the library.
 REFERENCE = re.compile(r"(?<!`)`(daskserve(?:\.\w+)+)`(?!`)")
 
 
@@ -694,7 +694,7 @@ def assert_survives_pickling(error: BaseException) -> None:
             assert (copy.args, str(copy), vars(copy)) == expected, type(error)
 
 
-#: Other test modules may have defined subclasses of their own.
+#: Other test modules may define subclasses.
 ERROR_CLASSES = [
     *(each for each in errors.subclasses() if each.__module__.startswith("daskserve.")),
     errors.RemoteTraceback,
@@ -726,7 +726,7 @@ class NotPicklable(Exception):
 
 
 def test_the_pickle_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Importing distributed registers all error classes that exist by then with tblib, which pickles them.
+    # Importing distributed registers all existing error classes with tblib, which then pickles them.
     monkeypatch.delitem(copyreg.dispatch_table, NotPicklable, raising=False)
     with pytest.raises(TypeError):
         assert_survives_pickling(NotPicklable(status=1))

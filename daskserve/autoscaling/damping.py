@@ -67,7 +67,7 @@ class Delays:
 
     up_since: float | None = None
     down_since: float | None = None
-    #: Times and the numbers wanted at them, within the look-back period.
+    #: The numbers wanted within the look-back period, each with its time.
     wanted: deque[tuple[float, int]] = field(default_factory=deque)
 
     def reset(self) -> None:

@@ -28,6 +28,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.comm.registry import get_backend
     from distributed.comm.tcp import TCP
     from distributed.core import ConnectionPool, Server, Status
+    from distributed.deploy import Cluster
     from distributed.protocol import to_serialize
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
@@ -37,8 +38,9 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.worker_state_machine import WorkerState as TaskStates
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "_scheduler_identity", "preloads", "rpc")
-    check.fields(Client, "scheduler", "status")
+    check.fields(Client, "scheduler", "status", "_loop_runner")
     check.attributes(Client, "_ensure_connected", "_reconnect", "_scatter", "_send_to_scheduler")
+    check.fields(Cluster, "_loop_runner")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(ConnectionPool, "occupied")
     check.fields(Server, "handlers", "rpc")
@@ -94,6 +96,24 @@ def is_asynchronous(client: Client) -> bool:
     """Return whether a client was created with ``asynchronous=True``, so that it runs on its user's loop."""
     # The public property `asynchronous` is True on the loop of any client.
     return bool(client._asynchronous)
+
+
+async def close_client(client: Client, **options: Any) -> None:
+    """Close an asynchronous client, and release its event loop; the options are those of its ``close``."""
+    await client.close(**options)
+    release_loop(client)
+
+
+def release_loop(closed: Client | Cluster) -> None:
+    """Release the event loop of a closed client or cluster; idempotent.
+
+    Dask counts the clients and clusters that use a loop of its own, and ends the loop's thread with the last
+    one. Its clients count themselves when they start. They do not when they close, if they are asynchronous,
+    or after ``shutdown``.
+    """
+    # A thread cannot wait for its own end, so the last user on the loop itself only asks the loop to end.
+    with suppress(RuntimeError):
+        closed._loop_runner.stop()
 
 
 async def call_scheduler(client: Client, operation: str, **arguments: Any) -> Any:

@@ -77,7 +77,7 @@ class SocketReceiver(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Prepare for the socket: from the accept on, nothing more may be sent through the pipe."""
+        """Prepare for the socket: after the accept, nothing more may be sent through the pipe."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""
@@ -426,7 +426,7 @@ class Envelope:
     note_turn: Callable[[float], object] | None = None
     #: The call that the answer is for; stays in this process.
     call: MayLeaveAnswer | None = None
-    #: Returns whether the caller has a part of the HTTP response; also stays in this process.
+    #: Returns whether the caller has received a part of the HTTP response; stays in this process, too.
     has_started: Callable[[], bool] = bool
     #: The request's model, routing state, `ValuePlaces` and `daskserve.loops.connection_table.LostAttempt`,
     #: if any. They also stay in this process.

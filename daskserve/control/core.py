@@ -323,7 +323,7 @@ class ControllerCore:
     # Write, apply, notify
 
     async def confirm_reign(self) -> None:
-        """Return if this is the instance's newest controller; raise `StaleEpochError` if it was replaced."""
+        """Check that this is the instance's newest controller; raise `StaleEpochError` if it was replaced."""
         self.cluster.forget_controller()
         newest = (await self.cluster.controller()).incarnation
         if newest != self.epoch:
@@ -418,15 +418,14 @@ class ControllerCore:
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
                 values[key] = published_backend(self.state, name, self.observed.notes_of(name).unloadable)
-        return self.long_poll.notify(values)
+        return self.long_poll.notify({**values, **self.observed.take_reports()})
 
     def _announce_levels(self) -> None:
         self.long_poll.notify(
             {
                 SILENT_WORKERS: sorted(self.observed.unresponsive) or None,
                 LIVE_METRICS: self.observed.live.is_watched(self.clock.now()) or None,
-                **self.observed.multiplexed.take_changes(),
-                **self.observed.routing_stats.take_changes(),
+                **self.observed.take_reports(),
             }
         )
 

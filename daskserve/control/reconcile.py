@@ -48,6 +48,8 @@ TICK_S = 5.0
 TICK_SLICE = 50
 #: Number of backends whose changes are written as one transaction.
 BATCH = 50
+#: Interval at which a failure that repeats is logged again.
+LOG_S = 30.0
 
 #: Represents the proxies among the tags of backends; a backend's tag is never empty.
 PROXIES = ""
@@ -207,11 +209,21 @@ class Reconciler:
         self.metrics.failures += 1
         what = "the proxies" if tag == PROXIES else display_name(self._state, tag)
         is_expected = isinstance(error, (ServeError, OSError))
+        # A full disk fails every step of every backend until there is room.
+        level = logging.ERROR if self._is_news(tag, repr(error)) else logging.DEBUG
         text = "A control step of %s failed; trying again in %s s: %r"
-        logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
+        logger.log(level, text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
         if not is_expected and tag != PROXIES:
             self._observed.step_failures[tag] = f"the controller fails: {summary_of(error)}"
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
+
+    def _is_news(self, tag: str, failure: str) -> bool:
+        before, since = self._observed.logged_failures.get(tag, ("", 0.0))
+        now = self._clock.now()
+        if failure == before and now - since < LOG_S:
+            return False
+        self._observed.logged_failures[tag] = failure, now
+        return True
 
     def _report(self) -> None:
         """Report the resources that the instance uses to the scheduler, if they have changed."""

@@ -4,9 +4,9 @@ User code and arguments are pickled with the standard pickler if possible, and w
 (lambdas, classes of ``__main__``). Only the replica unpickles arguments, and only the caller results.
 
 Buffers of 4 KiB and more stay out of band: an array is not copied into the pickle, and again into a message.
-Below 1 MiB, they are copied once, so that later changes of the original have no effect. A copy of larger ones
-would double the time of a call. So they are sent from where they are, and are read-only after unpickling.
-Processes of one machine share this memory, and code must not behave differently on other machines.
+They are copied once, so that later changes of the original have no effect. From 1 MiB, the copy is in memory
+that the processes of one machine share (`daskserve.payload.copies`). Such a buffer is read-only after
+unpickling, even on another machine, because code must not behave differently there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from daskserve.common.types import SHARED_BYTES, Message, Payload
 from daskserve.errors import ServeError
+from daskserve.payload.copies import copy_of
 
 T = TypeVar("T")
 #: Returns the replacement to pickle for an object, like ``__reduce__``, or `NotImplemented`.
@@ -44,16 +45,30 @@ def message_bytes(message: Message) -> int:
     return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
 
 
-def dump_with(dumps: Callable[..., bytes], value: Any, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> Payload:
-    """Pickle a value with a function that has the parameters of `pickle.dumps`."""
+def dump_with(
+    dumps: Callable[..., bytes],
+    value: Any,
+    out_of_band_bytes: int = OUT_OF_BAND_BYTES,
+    *,
+    is_final: bool = False,
+) -> Payload:
+    """Pickle a value with a function that has the parameters of `pickle.dumps`.
+
+    Parameters
+    ----------
+    is_final
+        Whether the value does not change until the payload is dropped, so that large buffers are not copied.
+    """
     buffers: list[Any] = []
 
     def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < out_of_band_bytes:
             return True
-        if raw.nbytes < SHARED_BYTES and not isinstance(raw.obj, bytes):
-            # The call may be sent later, or be served in this process: the sender may change the original.
+        # The call may be sent later, or be served in this process: the sender may change the original.
+        if raw.nbytes >= SHARED_BYTES:
+            raw = raw if is_final else copy_of(raw)
+        elif not isinstance(raw.obj, bytes):
             raw = memoryview(bytes(raw)) if raw.readonly else memoryview(bytearray(raw))
         buffers.append(raw)
         return False
@@ -62,8 +77,8 @@ def dump_with(dumps: Callable[..., bytes], value: Any, out_of_band_bytes: int = 
     return Payload(data, tuple(buffers) if buffers else ())
 
 
-def dump(value: Any) -> Payload:
-    """Pickle a value.
+def dump(value: Any, *, is_final: bool = False) -> Payload:
+    """Pickle a value; ``is_final`` is that of `dump_with`.
 
     Raises
     ------
@@ -71,20 +86,22 @@ def dump(value: Any) -> Payload:
         The value cannot be pickled; picklers raise different types.
     """
     try:
-        payload = dump_with(pickle.dumps, value)
+        payload = dump_with(pickle.dumps, value, is_final=is_final)
         # The standard pickler stores functions and classes of __main__ by reference, and the receiver does
         # not have them; cloudpickle stores them by value.
         if bytes(payload.data).find(b"__main__") < 0:  # takes half the time of `in`
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
-    return _dump_by_value(value)
+    return _dump_by_value(value, is_final=is_final)
 
 
 def _dump_by_value(
     value: Any,
     out_of_band_bytes: int = OUT_OF_BAND_BYTES,
     substitution: Callable[[], Substitute] | None = None,
+    *,
+    is_final: bool,
     **options: Any,
 ) -> Payload:
     # Imported on use, because it takes 20 ms and most processes never need it.
@@ -93,7 +110,7 @@ def _dump_by_value(
     def dump_once(places: Mapping[int, Any]) -> Payload:
         substitute = substitution and substitution()
         dumps = partial(dump_in, CodePickler, places=places, substitute=substitute, **options)
-        return dump_with(dumps, value, out_of_band_bytes)
+        return dump_with(dumps, value, out_of_band_bytes, is_final=is_final)
 
     return with_places(dump_once, value, substitution)
 
@@ -146,7 +163,7 @@ def dump_code(
     ``substitution`` returns a `Substitute`. ``classes`` gets all classes, with whether this process pickles
     them by value for the first time.
     """
-    return _dump_by_value(value, SHARED_BYTES, substitution, classes=classes)
+    return _dump_by_value(value, SHARED_BYTES, substitution, is_final=True, classes=classes)
 
 
 def visit(value: Any, visitor: Substitute) -> None:

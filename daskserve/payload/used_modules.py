@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-#: Packages that import modules by names which need not be in the source.
+#: Packages that may import modules whose names are not in the source.
 IMPORTERS = frozenset({"django", "hydra", "importlib", "pkgutil", "pluggy", "runpy", "stevedore"})
-#: Parts of these that import nothing.
+#: Parts of these packages that import no such modules.
 HARMLESS = ("importlib.metadata", "importlib.resources")
 #: Functions that may import any module.
 EVALUATORS = frozenset({"__import__", "eval", "exec"})

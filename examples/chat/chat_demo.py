@@ -1,7 +1,7 @@
 """Chat with a small model on a local Dask cluster: ``make demo-chat``.
 
-Starts a cluster, and serves the model in OpenAI's form and a page to chat on. With ``--once``, it asks
-questions at once and one after the other, leaves an answer half-way, prints what it has measured, and ends.
+Starts a cluster, and serves the model behind OpenAI's interface, with a page for chats. With ``--once``, it
+asks questions concurrently and one after the other, abandons one answer, prints the measurements, and ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGES = HERE.parent.parent / "docs"
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MODEL = "small"
 QUESTION = "What happens when a worker dies?"
-#: How many ask at once: their tokens are more than one replica may have waiting.
+#: Number of concurrent callers: their tokens are more than may wait for one replica.
 CALLERS = 200
 AUTOSCALING = {
     "min_replicas": 1,
@@ -50,7 +50,7 @@ AUTOSCALING = {
 
 
 class Answer(NamedTuple):
-    """What a caller got: the text, when its first token came, and how many tokens per second."""
+    """The answer to a caller: the text, the time of the first token, and the tokens per second."""
 
     text: str
     first_token_s: float
@@ -64,7 +64,7 @@ class Page:
         self._html = html
         script = html.partition("<script>")[2].partition("</script>")[0]
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        # Only the page's own script runs, and it talks to no other server.
+        # The browser runs only the page's own script, which may connect only to this server.
         self._policy = (
             f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
             f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -130,7 +130,7 @@ def read(path: Path) -> list[str]:
 
 
 def measure(client: serve.Client, url: str) -> int:
-    """Ask, print what was measured, and return 1 if something is wrong."""
+    """Ask questions, print the measurements, and return 1 if something is wrong."""
     one = ask(url, QUESTION, seed=1)
     same = ask(url, QUESTION, seed=1)
     print(f"Answer     {one.text}")
@@ -155,7 +155,7 @@ def measure(client: serve.Client, url: str) -> int:
 
 
 def ask(url: str, question: str, *, seed: int | None = None) -> Answer:
-    """Ask a question, as a stream, and return the answer."""
+    """Ask a question, read the answer as a stream, and return it."""
     began, texts, first_s = time.perf_counter(), [], 0.0
     with opened(url, question, seed) as events:
         for event in events:

@@ -20,9 +20,9 @@ from daskserve.openai import (
     text_of,
 )
 
-#: Vectors have at most so many numbers: each takes a random direction for each word that was read.
+#: Maximum length of vectors, because each number needs a random direction for each word in the corpus.
 MAX_DIMENSIONS = 256
-#: Answers have at most so many tokens if the client does not say.
+#: Maximum number of tokens of an answer if the client does not set one.
 DEFAULT_MAX_TOKENS = 120
 
 
@@ -40,9 +40,9 @@ class ChatEngine:
     Parameters
     ----------
     paragraphs : list of str
-        What to read.
+        The texts from which the model learns.
     step_s : float
-        How long a step takes at least: a larger model would.
+        Minimum duration of a step, as if the model were larger.
     """
 
     context_length = 4096
@@ -70,7 +70,8 @@ class ChatEngine:
     @serve.batching.continuous_batch(
         max_slots=8,
         max_queued=200,
-        # Waiting costs what was asked for: the replicas are scaled by the tokens that wait.
+        # The cost of a waiting request is its maximum number of tokens, because waiting tokens scale the
+        # replicas.
         cost_fn=lambda request: request.max_tokens or DEFAULT_MAX_TOKENS,
         cost_per_step=0,
         user_fn=lambda request: request.user,
@@ -95,7 +96,7 @@ class ChatEngine:
             writing = self._model.begin(question=" ".join(asked[-2:]))
         for each in outputs:  # it was preempted, and goes on
             self._model.go_on(writing, self._model.id_of(each.text))
-        # Clients may send any number; an error here would be one of all requests that are prefilled together.
+        # Clients may send any number, and an error here would fail all requests that are prefilled together.
         seed = None if request.seed is None else request.seed % 2**64
         return Answer(writing, np.random.default_rng(seed))
 

@@ -1,8 +1,8 @@
-"""A small language model in numpy: it continues a text as the texts that it has read go on.
+"""A small language model in numpy: it continues a text like the texts that it has read.
 
-It has read a corpus of paragraphs. The next token is drawn from all places of the corpus where the last
-tokens stand, the more likely the better the paragraph of a place fits the question. So it knows only what it
-has read, and joins sentences that never stood together: a model of its size is for trying a server out.
+It has read a corpus of paragraphs. The next token is drawn from all places in the corpus where the last
+tokens occur. A place is more likely if its paragraph fits the question. So the model knows only its corpus,
+and joins sentences that do not belong together: it is only for trying out a server.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TOKEN = re.compile(r"\s?[\w'-]+|\s?[^\w\s]|\s")
 WORD = re.compile(r"[a-z0-9_]{3,}")
 #: The token at the end of each paragraph.
 END = 0
-#: With fewer places to go on from, the model looks at fewer of the last tokens.
+#: If fewer places match, the model compares fewer of the last tokens.
 ENOUGH_PLACES = 3
-#: How much better a fitting paragraph must be than one that fits less.
+#: Weight of the difference between paragraphs that fit well and paragraphs that fit less.
 FOCUS = 3.0
 
 Numbers = NDArray[np.float64]
@@ -37,7 +37,7 @@ class Writing:
     weights : array
         How well each paragraph fits.
     places : array
-        Where in the corpus the next token is looked for.
+        The places in the corpus from which the next token is drawn.
     last : list of int
         The last tokens.
     """
@@ -105,7 +105,7 @@ class Model:
     # ---- writing
 
     def begin(self, question: str = "", text: str = "") -> Writing:
-        """Return a text that answers a question, or goes on after a text."""
+        """Return a text that answers a question, or continues a text."""
         fits = self._scaled @ self._bag(question or text)
         best = float(fits.max(initial=0.0))
         weights = np.exp(FOCUS * 4 * (fits / best - 1)) if best > 0 else np.ones(len(fits))
@@ -134,7 +134,7 @@ class Model:
             writing.places = self._fewer(writing)
 
     def _fewer(self, writing: Writing) -> Indices:
-        """Return the places after as many of the last tokens as stand together often enough."""
+        """Return the places after the longest run of last tokens that occurs often enough."""
         places = self._places_after(writing.last[-1])
         if not len(places):
             return self._places_after(END)

@@ -79,7 +79,7 @@ class LlamaCppEngine:
 
 
 async def _next(chunks: Iterator[Any]) -> Any:
-    """Return the next chunk; None at the end. If the caller is cancelled, the chunk is made to its end."""
+    """Return the next chunk; None at the end. If the caller is cancelled, the chunk is still completed."""
     making = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
     try:
         return await asyncio.shield(making)

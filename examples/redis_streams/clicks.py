@@ -16,7 +16,7 @@ import daskserve as serve
 
 URL = os.environ.get("REDIS_URL", "redis://localhost:6379/0")
 STREAM, GROUP = "clicks", "counters"
-#: A message that a consumer has had for so long without acknowledging it goes to another one.
+#: A message that a consumer has not acknowledged for this time goes to another consumer.
 CLAIM_MS = 5000
 
 

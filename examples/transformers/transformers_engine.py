@@ -21,7 +21,7 @@ class Writing:
     generator: torch.Generator
     #: The keys and values of the tokens that the model has seen.
     cache: Any = None
-    #: Made tokens whose text is not complete yet, such as half of a character.
+    #: New tokens whose text is not complete yet, such as half of a character.
     unsent: list[int] = field(default_factory=list)
 
 
@@ -29,7 +29,7 @@ class TransformersEngine:
     """Generates with a causal language model.
 
     Each request keeps its own cache, so requests of all lengths share the steps, and each is one call of the
-    model. It is simple, and right for processors; engines such as vLLM join the caches of all requests.
+    model. This is simple, and suits CPUs; engines such as vLLM join the caches of all requests.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class TransformersEngine:
         """Return the length of the prompt, and keep its tokens."""
         if request.tokens is None:
             request.tokens = self._encoded(request)
-            # Here, as an error in a step is one of all requests of the batch.
+            # The check is here, because an error in a step would fail all requests of the batch.
             size = int(self._model.config.vocab_size)
             if not request.tokens or not all(0 <= each < size for each in request.tokens):
                 text = f"The prompt must have tokens, with numbers from 0 to {size - 1}."
@@ -99,7 +99,7 @@ class TransformersEngine:
     def _step(self, active: serve.batching.ActiveRequest) -> Token:
         request: GenerationRequest = active.args[0]
         writing: Writing = active.state
-        # At first all tokens, and then only the last one: the others are in the cache.
+        # The first step gets all tokens, later ones only the last, because the others are in the cache.
         tokens = writing.tokens if writing.cache is None else writing.tokens[-1:]
         inputs = torch.tensor([tokens], device=self._device)
         found = self._model(inputs, past_key_values=writing.cache, use_cache=True)

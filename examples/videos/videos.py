@@ -1,7 +1,7 @@
-"""A queue of videos: each is a task that takes long, reports how far it is, and survives that it is killed.
+"""A queue of videos: each is a long task that reports its progress, and runs again if its process is killed.
 
-Run ``python videos.py``. The videos are arrays of frames that this program makes; their place stands for a
-file in a bucket, because tasks should carry places, not data.
+Run ``python videos.py``. The videos are arrays of frames that this program creates. A task contains the
+location of its video, such as a file in a bucket, not the data.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Videos:
 
 
 def main(videos: int = 6, frames: int = 200) -> None:
-    """Submit videos, and print how far each is until all are done."""
+    """Submit videos, and print the progress of each until all are done."""
     serve.start(http_options={"location": "NoServer"})
     serve.run(serve.deployment(num_replicas=2, max_ongoing_requests=2)(Videos).bind())
     tasks = serve.tasks.instantiate_adapter_from_config(queue)

@@ -365,9 +365,7 @@ class Exchange:
             self._linger.cancel()
         if self._is_refused:
             return self._connection.lingering_close()
-        self._connection.finish()  # closes the connection if the request is incomplete
-        if self._response.closes:
-            self._connection.close_when_sent()
+        self._connection.finish(closes=self._response.closes)
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
         if not self._response.is_closed and not self._response.is_written and not self.body.is_ended:

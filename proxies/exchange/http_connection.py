@@ -128,9 +128,9 @@ class HTTPConnection(Connection):
 
     # ---- called by the exchange
 
-    def finish(self) -> None:
+    def finish(self, *, closes: bool) -> None:
         self._is_busy = False
-        if not self._is_read:
+        if closes or not self._is_read:
             self.close_when_sent()
             return
         self.server_state.idle_watch.watch(self)

@@ -257,8 +257,8 @@ class Connection(asyncio.Protocol):
             self.awaits_head = True
             self.server_state.idle_watch.watch(self)
 
-    def finish(self) -> None:
-        """Continue with the next request; close the connection if this one is incomplete."""
+    def finish(self, *, closes: bool) -> None:
+        """Continue with the next request, unless this one ``closes`` the connection or is incomplete."""
         raise NotImplementedError
 
     def close_when_sent(self) -> None:

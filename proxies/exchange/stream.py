@@ -123,8 +123,8 @@ class Stream(asyncio.Protocol):
     def leave_for(self, loop: asyncio.AbstractEventLoop) -> tuple[Socket, bytes] | None:
         """Close the stream, and return a socket for another one on ``loop``, and the unread bytes.
 
-        Returns None if the connection cannot move, or need not: it is on that loop already, and uses a
-        transport of the loop, which is the fastest.
+        Returns None if the connection cannot move, or need not move because it already uses a transport of
+        that loop, which is the fastest.
         """
         is_bound = not self.can_move() or self.writing() or self.closed()
         if is_bound or (loop is self._loop and not hasattr(self._transport, "take_unread")):

@@ -1,10 +1,10 @@
 """Detects clients that disconnect while they wait for a response.
 
 While a request is being answered, the end of the client's data does not mean that the client has left: it may
-have shut down only its side of the connection (half-closed), and wait for the response. The end may also be
-unread, behind data that the client has sent early. In both cases, the operating system knows whether the data
-has ended and whether the connection was reset. So connections that wait for a response are polled twice per
-second.
+have shut down only its side of the connection (half-closed), and wait for the response. The server may not
+have read the end yet, because the client has sent other data before it. In both cases, the operating system
+knows whether the data has ended and whether the connection was reset. So connections that wait for a response
+are polled twice per second.
 
 To distinguish the two, the server writes a few bytes: if the client has left, its operating system resets the
 connection. See `Exchange.probe_client`. After the end of a client's data, the first checks come sooner, so

@@ -76,7 +76,7 @@ class ConnectionReceiver:
         self._pair.close()
 
     def _forked(self) -> None:
-        """Drop the copies of a process that user code has forked, which would keep the connections open."""
+        """In a forked process, replace the copies of the connections, which would keep them open."""
         # Its `daskserve.loops.forks.ForkGuard` knows only connections to ports that this process has bound.
         redirect([each.stream.socket.fileno() for each in self._connections.values() if each.is_made])
 

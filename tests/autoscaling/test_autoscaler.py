@@ -200,7 +200,7 @@ def test_from_zero_the_backlog_starts_replicas_at_once() -> None:
 
 @each_case("policy", ["target_ongoing_requests", "classic"])
 def test_requests_that_wait_before_the_first_replica_runs_start_theirs_at_once(policy: str) -> None:
-    """The first report may show one request of a burst."""
+    """The first report of a burst may show only one of its requests."""
     bench = Bench(
         policy=policy, target=0, min_replicas=0, max_replicas=100, upscale_delay_s=600, smoothing_factor=0.5,
         max_upscale_factor=2,

@@ -112,7 +112,7 @@ def test_a_queue_counts_as_the_load_of_working_it_off() -> None:
     """Ten replicas run 5 requests of 0.1 s each, 500 per second; 600 arrive per second, and 2,000 wait."""
     queue = [Sample(990.0 + at, 50, 1000 + 100 * at, 500) for at in range(11)]
     found = ask(*queue, target=10)
-    # 600/s of 0.1 s, and 2,000 of 0.1 s within 10 s: 60 + 20 at a time.
+    # 600/s of 0.1 s each occupy 60 slots, and 2,000 of 0.1 s within 10 s occupy 20.
     assert found.replicas == 40
     assert "2000.0 queued and 600.0 more per s, of 0.1 s each: 80.0 concurrent requests" in found.reason
     assert ask(*queue, target=10, policy="classic").replicas == 775
@@ -120,7 +120,7 @@ def test_a_queue_counts_as_the_load_of_working_it_off() -> None:
 
 
 def test_requests_that_all_began_at_once_do_not_count_as_slow() -> None:
-    """Of 0.1 s each. In the first second none ends, so on average they seem to take 0.125 s."""
+    """Each takes 0.1 s. None ends in the first second, so their mean seems to be 0.125 s."""
     begun = [Sample(995.0 + at, 50, 1000, 500 if at > 1 else 0) for at in range(6)]
     assert "of 0.1 s each" in ask(*begun, target=10).reason
 
@@ -141,7 +141,7 @@ def test_replicas_that_have_just_started_do_not_count_as_slow() -> None:
 
 def test_replicas_that_cannot_reach_the_target_count_with_their_real_capacity() -> None:
     queue = [Sample(990.0 + at, 40, 100 * at, 400) for at in range(11)]
-    # 500/s of 0.1 s and 1,000 of 0.1 s in 10 s, 60 at a time, by replicas that run 4.
+    # 500/s of 0.1 s and 1,000 of 0.1 s within 10 s occupy 60 slots of replicas with 4 each.
     assert ask(*queue, target=10, target_ongoing_requests=10).replicas == 15
 
 
@@ -217,7 +217,7 @@ SLOW, QUICK = (0, 0, 99, 0, 0), (99, 0, 0, 0, 0)
 @each_case(
     ("counts", "options", "replicas", "state"),
     [
-        # Too slow: what each replica carries is too much from now on, or less that was too much before.
+        # Too slow: the current rate per replica becomes the bad rate, unless a lower rate was already bad.
         (SLOW, {}, 19, {"bad": (10.0, 1000.0)}),
         (SLOW, {"state": {"bad": (8.0, 900.0)}}, 19, {"bad": (8.0, 1000.0)}),
         (SLOW, {"state": {"bad": (12.0, 900.0)}}, 19, {"bad": (10.0, 1000.0)}),
@@ -226,13 +226,13 @@ SLOW, QUICK = (0, 0, 99, 0, 0), (99, 0, 0, 0, 0)
         (SLOW, {"state": {"good": (9.0, 900.0)}}, 19, {"good": (9.0, 900.0), "bad": (10.0, 1000.0)}),
         (SLOW, {"rate": 0, "state": {"good": (9.0, 900.0)}}, 19, {"good": (9.0, 900.0)}),
         ((0, 89, 10, 0, 0), {"target": 1, "rate": 10}, 2, {"bad": (10.0, 1000.0)}),
-        # Quick: it is enough for what each carries, or for more that was before.
+        # Quick: the current rate per replica becomes the good rate, unless a higher rate was already good.
         (QUICK, {}, 9, {"good": (10.0, 1000.0)}),
         (QUICK, {"target": 30, "rate": 300}, 27, {"good": (10.0, 1000.0)}),
         (QUICK, {"target": 1, "rate": 10}, 1, {"good": (10.0, 1000.0)}),
         (QUICK, {"state": {"good": (20.0, 900.0)}}, 5, {"good": (20.0, 1000.0)}),
         (QUICK, {"state": {"good": (5.0, 900.0)}}, 9, {"good": (10.0, 1000.0)}),
-        # The next trial is between what was right and what was too much.
+        # The next trial is between the good rate and the bad rate.
         (QUICK, {"state": {"bad": (20.0, 900.0)}}, 8, {"bad": (20.0, 900.0), "good": (10.0, 1000.0)}),
         (
             QUICK,
@@ -244,14 +244,14 @@ SLOW, QUICK = (0, 0, 99, 0, 0), (99, 0, 0, 0, 0)
         ((0, 99, 0, 0, 0), {"state": {"bad": (9.0, 900.0)}}, 10, {"bad": (9.0, 900.0)}),
     ],
 )
-def test_what_a_replica_carries_is_learned_from_each_step(
+def test_the_load_of_a_replica_is_learned_from_each_step(
     counts: tuple[int, ...], options: dict[str, Any], replicas: int, state: dict[str, Any]
 ) -> None:
     found = latency(counts, **{"target": 10, **options})
     assert (found.replicas, found.state) == (replicas, state)
 
 
-def test_what_is_far_too_slow_is_urgent_unless_bursts_are_off() -> None:
+def test_very_high_latency_is_urgent_unless_bursts_are_off() -> None:
     assert not latency((0, 0, 99, 0, 0), target=10).is_urgent
     assert latency((0, 0, 0, 99, 0), target=10).is_urgent
     assert not latency((0, 0, 0, 99, 0), target=10, burst_window_s=0).is_urgent

@@ -281,7 +281,7 @@ def test_a_controller_polls_the_queue_until_the_backend_is_deleted(
         await stage.until(lambda: len(stage.running) == 3)
         assert stage.clock.now() - began <= 10.0 + 1.0 + stage.start_s + 0.05
         assert "6 in the broker's queue" in await explained()
-        # Changes of other options keep the known length.
+        # Changes of other options keep the last known length.
         await stage.update(autoscaling_config=with_queue(downscale_delay_s=6.0))
         assert opened == [OPTIONS]
         queue.now = OSError("away")

@@ -1,4 +1,4 @@
-"""A run of chaos that tries nothing is no success."""
+"""A chaos run that causes no failure is not a success."""
 
 from __future__ import annotations
 

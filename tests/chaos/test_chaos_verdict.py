@@ -46,7 +46,7 @@ def test_a_request_may_fail_if_it_was_sent_to_a_proxy_that_died() -> None:
         assert judged(sample(kind, proxy="one")) == []
 
 
-def test_what_can_be_repeated_may_not_fail_with_its_replica_unless_its_response_had_begun() -> None:
+def test_repeatable_requests_must_survive_their_replica_unless_the_response_had_begun() -> None:
     ran = {"a": [frozenset({7})]}
     assert len(judged(sample("GET"), ran=ran)) == 1
     assert len(judged(sample("stream"), ran=ran)) == 1
@@ -55,21 +55,21 @@ def test_what_can_be_repeated_may_not_fail_with_its_replica_unless_its_response_
     assert judged(sample("websocket")) == []
 
 
-def test_what_is_repeated_may_fail_if_it_ran_on_two_processes_that_died() -> None:
+def test_repeatable_requests_may_fail_if_they_ran_on_two_processes_that_died() -> None:
     other = Damage("kill host", "kill host h2", 1, 10.0, 12.0, frozenset({8}), frozenset({"three"}))
     ran = {"a": [frozenset({7}), frozenset({8})]}
     assert judged(sample("GET"), damages=(KILL, other), ran=ran) == []
     assert len(judged(sample("GET"), damages=(KILL,), ran=ran)) == 1
 
 
-def test_what_is_repeated_may_fail_if_one_poisonous_request_ended_two_processes() -> None:
+def test_repeatable_requests_may_fail_if_one_poisonous_request_ended_two_processes() -> None:
     poison = replace(KILL, kind="poison", pids=frozenset({7, 8}), proxies=frozenset())
     ran = {"a": [frozenset({8})]}
     assert judged(sample("GET"), damages=(poison,), ran=ran) == []
     assert len(judged(sample("GET"), damages=(replace(poison, kind="kill worker"),), ran=ran)) == 1
 
 
-def test_what_is_repeated_may_fail_if_two_faults_cut_its_ways() -> None:
+def test_repeatable_requests_may_fail_if_two_faults_cut_both_routes() -> None:
     cuts = tuple(replace(KILL, kind="cut", pids=frozenset({pid}), proxies=frozenset()) for pid in (7, 8))
     assert judged(sample("GET"), damages=cuts) == []
     assert judged(sample("GET"), damages=cuts, ran={"a": [frozenset({8})]}) == []
@@ -122,7 +122,7 @@ def with_gap(since: float, until: float, *kinds: str) -> list[Sample]:
 
 
 def test_a_silence_longer_than_the_faults_allow_is_a_violation() -> None:
-    # More than the second of a kill, and less than a stopped process may cost.
+    # Longer than the second that a kill may cost, and shorter than a stopped process may cost.
     samples = with_gap(10, 13.5, "call", "stream")
     ran = {each.id: [frozenset({9})] for each in samples}
     found = violations(Run(samples, (KILL,), ran, origin=9.0))
@@ -159,7 +159,7 @@ def test_two_faults_at_once_may_last_as_long_as_both() -> None:
     assert len(violations(Run(samples, later, {}))) == 1
 
 
-def test_what_is_lost_while_the_scheduler_is_away_may_wait_for_its_return() -> None:
+def test_losses_while_the_scheduler_is_away_may_wait_for_its_return() -> None:
     samples = with_gap(10, 18, "stream")
     away = Damage("freeze scheduler", "freeze scheduler for 4 s", 1, 9.0, 13.0)
     assert len(violations(Run(samples, (KILL,), {}))) == 1

@@ -68,7 +68,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Client]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module of a name of its own, and a file that deploys it."""
+    """A folder with a module of a unique name, and a file that deploys it."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     module = f"module_{tmp_path.parent.name}_{tmp_path.name}".replace("-", "_")
@@ -111,14 +111,14 @@ def test_a_file_is_deployed_shown_changed_and_deleted(client: serve.Client, fold
     assert (answer(client), answer(client, "mail")) == ("hello 1", "hi 1")
     assert call("diff", "serve.yaml", "--exit-code").output == "Applications: 2 unchanged.\n"
 
-    # What is shown is what was deployed, with the reference.
+    # The command shows the deployed configuration, with the reference.
     shown = yaml.safe_load(call("config").output)
     written = yaml.safe_load((folder / "serve.yaml").read_text())["applications"]
     assert shown == {"applications": [written[1], written[0]]}
     assert json.loads(call("config", "--json").stdout) == shown, "it deploys, too"
     assert client.get_config("shop")["git_version"] == "abc"
 
-    # Another number of replicas, other code, and an application less.
+    # Another number of replicas, other code, and one application less.
     (module,) = folder.glob("module_*.py")
     module.write_text(CODE.replace("} 1", "} 2"))
     edit(folder, lambda values: values["applications"].pop())
@@ -177,7 +177,7 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert len(after) == 1
     assert after.isdisjoint(before)
     assert "Applications: 2 unchanged." in call("diff", "serve.yaml").output
-    call("delete", "mail")
+    assert call("delete", "mail").output == "mail: deleted\n"
     assert list(client.status().applications) == ["shop"]
     assert "'mail' does not exist; there are: shop." in call("delete", "mail", code=1).stderr
     assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"
@@ -186,7 +186,7 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
 
 
 @pytest.mark.parametrize("command", ["deploy", "diff"])
-def test_what_belongs_to_an_import_path_is_refused_beside_a_file(folder: Path, command: str) -> None:
+def test_options_of_import_paths_are_refused_with_a_file(folder: Path, command: str) -> None:
     for given, text in (
         (("--name", "shop"), "--name is for import paths only; set it in the file 'serve.yaml' instead"),
         (("--route-prefix", "/x"), "--route-prefix is for import paths only"),

@@ -79,7 +79,7 @@ def test_rollback_deploys_an_earlier_revision(shop: Client) -> None:
         (("explain", "shop/nothing"), "There is no backend or deployment 'shop/nothing'"),
     ],
 )
-def test_what_is_not_there_is_an_error(arguments: tuple[str, ...], text: str) -> None:
+def test_unknown_names_are_errors(arguments: tuple[str, ...], text: str) -> None:
     found = call(*arguments, "--json")
     assert found.exit_code == 1
     assert text in json.loads(found.stderr)["error"]["message"]

@@ -31,7 +31,7 @@ ENDED = {**{name: GOING_ON[name] for name in ("deployment", "version", "stable",
 
 
 class Known:
-    """A client that notes what it is asked for."""
+    """A client that records its calls."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.found = found

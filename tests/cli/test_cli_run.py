@@ -55,7 +55,7 @@ FAILURES: Mapping[str, Exception] = {
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the command wants to run."""
+    """The command's request to run something."""
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     found: dict[str, Any] = {}
 

@@ -75,6 +75,11 @@ def always(context: object, number: int) -> int:
     return number
 
 
+def test_the_seed_decides_all_that_is_random(trace: Path) -> None:
+    one, again, other = (run("--trace", trace, "--json", "--seed", seed).output for seed in (1, 1, 2))
+    assert one == again != other
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

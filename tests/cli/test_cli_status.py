@@ -84,7 +84,7 @@ def test_without_an_instance_or_a_cluster_commands_exit_with_3(
         assert (found.exit_code, found.stdout, found.stderr) == (3, "", "Error: Nothing runs.\n")
 
 
-def test_what_does_not_run_needs_no_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_without_an_instance_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, NotRunningError("No instance x runs."))
     for arguments in ((), ("--yes",)):
         found = call("shutdown", *arguments)

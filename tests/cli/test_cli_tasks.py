@@ -34,7 +34,7 @@ def client() -> Iterator[serve.Client]:
 
 @pytest.fixture
 def queue(client: serve.Client, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A queue with one task in each state, as far as the tests have any."""
+    """A queue with one task in each state that the tests use."""
 
     @contextmanager
     def connected(at: InstanceAddress) -> Iterator[serve.Client]:
@@ -110,7 +110,7 @@ def test_requeue_takes_each_task_once_that_the_queue_still_knows(
     taken: list[str] = []
 
     def retry(id: str) -> None:
-        """Fail again at once, at a consumer whose clock is behind; another command has taken one."""
+        """Fail again at once, in a consumer whose clock is behind; another command has already queued one."""
         assert len(taken) < 10
         taken.append(id)
         if id == "t2":

@@ -1,4 +1,4 @@
-"""Arguments of the client are checked before anything is sent."""
+"""The client checks arguments before it sends anything."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ def test_the_location_of_the_proxies_has_ray_serves_name_too(theirs: str, ours: 
         found = given_http_options(http_options=options, proxy_location=theirs)
         assert (found.port, found.location) == (1, ours)
         assert found.has_proxies == (theirs != "Disabled")
+        assert found.model_fields_set == {"port", "location"}
 
 
 def test_old_and_new_http_arguments_exclude_each_other() -> None:

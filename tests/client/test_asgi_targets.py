@@ -1,4 +1,4 @@
-"""ASGI applications as what `serve.run` and `serve.deployment` take."""
+"""ASGI applications as arguments of `serve.run` and `serve.deployment`."""
 
 from __future__ import annotations
 

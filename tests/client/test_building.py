@@ -1,4 +1,4 @@
-"""Building the application of an import path: which errors are the user's, and what is shown of them."""
+"""Building the application of an import path: which errors are the user's, and how they are shown."""
 
 from __future__ import annotations
 

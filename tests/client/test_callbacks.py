@@ -31,7 +31,7 @@ class AddHeader:
 
 @pytest.fixture
 def callbacks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that holds functions and notes which were called."""
+    """A module with functions that records which of them were called."""
     module: Any = ModuleType("site_callbacks")
     module.called = []
     module.add = lambda: [Middleware(AddHeader, value="callback")]

@@ -143,7 +143,7 @@ def test_changes_are_reported_as_they_are_notified() -> None:
 
 
 class CountedCalls:
-    """A connection of which only the calls and the callback for lost workers matter."""
+    """A connection with calls and a callback for lost workers; its other parts are not used."""
 
     instance = "daskserve"
 
@@ -174,7 +174,7 @@ class CountedCalls:
 
 
 @pytest.mark.virtual_time
-async def test_a_notification_leads_to_one_call_and_then_the_pauses_go_on() -> None:
+async def test_a_notification_leads_to_one_call_and_then_the_pauses_continue() -> None:
     calls = CountedCalls()
     running = asyncio.create_task(ChangeReports(calls, lambda line: None).run())  # type: ignore[arg-type]
     counts = []

@@ -367,7 +367,7 @@ def test_types_are_checked_where_options_are_written(error: type[Exception], opt
         serve.deployment(Empty).options(**options)
 
 
-def test_what_cannot_be_deployed() -> None:
+def test_invalid_deployments_raise_errors() -> None:
     with pytest.raises(TypeError):
         serve.deployment()(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="function, a class"):

@@ -21,7 +21,7 @@ def replicas_of(client: serve.Client, tag: str) -> list[str]:
 
 
 class Configured:
-    """Answers with its process and its user_config."""
+    """Returns its process id and its user_config."""
 
     def __init__(self) -> None:
         self.value: Any = "not configured"
@@ -212,13 +212,13 @@ def test_a_backend_in_use_cannot_be_deleted(client: serve.Client) -> None:
     client.delete_endpoint("user")
     client.delete_backend("used")
     client.delete_backend("shadow")
-    client.delete_backend("shadow")  # it is unknown by now
+    client.delete_backend("shadow")  # the tag is unknown by now
     assert client.list_backends() == {}
     assert client.status().replicas() == ()
 
 
 class Waiting:
-    """Creates a file when it begins, and waits for another one."""
+    """Creates a file when it begins, and waits until another file exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -230,7 +230,7 @@ class Waiting:
 
 
 def test_a_forced_delete_does_not_wait(client: serve.Client, tmp_path: Path) -> None:
-    """CL26: with force, it returns quickly although a request is in flight, which fails."""
+    """CL26: with force, it returns quickly, and the request in flight fails."""
     client.create_backend("waiting", Waiting, tmp_path)
     client.create_endpoint("waiting", backend="waiting")
     response = client.get_handle("waiting").remote()

@@ -23,7 +23,7 @@ def backends(client: serve.Client) -> serve.Client:
 
 
 def test_a_route_answers_once_the_call_returns(backends: serve.Client, url: str) -> None:
-    """CL10, CL14: no wait is needed; all traffic goes to the one backend."""
+    """CL10, CL14: no wait is needed, and the backend gets all traffic."""
     for number in range(20):
         backends.create_endpoint(f"e{number}", backend="a", route=f"/e{number}")
         reply = fetch(f"{url}/e{number}")
@@ -156,7 +156,7 @@ def test_a_traffic_change_applies_at_once(backends: serve.Client, url: str) -> N
 
 
 def test_an_invalid_traffic_policy_is_refused(backends: serve.Client) -> None:
-    """CL27: no dict, weights outside 0..1 or a sum other than 1 raise ValueErrors; nothing changes."""
+    """CL27: ValueErrors for other types than dicts, weights outside 0..1 and wrong sums; nothing changes."""
     backends.create_endpoint("e", backend="a")
     wrong: list[Any] = [{"a": 0.5, "b": 0.6}, {"a": 0.5}, {}, {"a": 1.5, "b": -0.5}, {"a": "1"}, {"a": True}]
     for policy in [*wrong, [("a", 1)], None]:

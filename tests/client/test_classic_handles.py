@@ -16,7 +16,7 @@ import daskserve as serve
 
 
 class Echo:
-    """Returns what it gets of a request; the same code for HTTP and handles."""
+    """Returns the parts of a request, with the same code for HTTP and handles."""
 
     async def __call__(self, request: Any) -> dict[str, Any]:
         return {

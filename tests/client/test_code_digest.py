@@ -36,7 +36,8 @@ def test_references_beyond_the_first_hundreds_are_followed() -> None:
 @each_case("items", [["a", "bb", b"c"], [1, 300, -5, 2**70, 1.5, None, True]])
 def test_the_order_within_a_set_does_not_matter(items: list[Any]) -> None:
     def pickled(order: list[Any]) -> bytes:
-        # As one process or another one writes the set: a mark, the items, and then into the set.
+        # Two processes may write the set differently: both write a mark, the items, and the opcode that adds
+        # them.
         items = (pickle.dumps(each, protocol=5)[:-1] for each in order)
         content = b"".join(each[11:] if each[2:3] == b"\x95" else each[2:] for each in items)
         return b"\x80\x05\x8f\x94(" + content + b"\x90."

@@ -205,7 +205,7 @@ def test_a_changed_actor_makes_another_version_of_its_deployment() -> None:
         after = versions(actor(**change))
         assert after[0] != before[0]
         assert after[1] != before[1]
-    # Who names the version says when the code changes.
+    # A user who names the version decides when the code has changed.
     assert versions(actor(init_args=(1,)).options(version="1")) == versions(actor().options(version="1"))
 
 

@@ -45,7 +45,7 @@ class Middle:
 
 @serve.deployment
 class Front:
-    """Notes that a request has begun, and goes on when the test says so."""
+    """Records that a request has begun, and continues when the test allows it."""
 
     def __init__(self, middle: serve.Handle, folder: Path) -> None:
         self.middle, self.folder = middle, folder

@@ -1,4 +1,4 @@
-"""What a failed start, request or end says: at most 25 lines, with the user's line and what to do."""
+"""The messages of failed starts, requests and ends: at most 25 lines, with the user's line and the remedy."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_each_way_to_a_handle_explains_a_first_deploy_that_failed(client: Any, k
         with pytest.raises(NotFoundError, match=r"does not exist.*failed in its constructor") as caught:
             way()
         check(printed(caught), "correct the code")
-    # Another name has nothing to do with it, and may be deployed later.
+    # A deployment of another name is not affected, and may be deployed later.
     with pytest.raises(NotFoundError, match=r"'Other' does not exist\.$"):
         client.get_handle("Other")
     assert client.get_handle("Other", missing_ok=True) is not None
@@ -239,7 +239,7 @@ def test_a_deploy_that_succeeds_forgets_the_failure(client: Any) -> None:
 
 
 def test_the_old_version_deployed_again_forgets_a_failed_update(client: Any) -> None:
-    """Nothing restarts, but the status has no failure any more."""
+    """Nothing restarts, but the status no longer shows the failure."""
     serve.run(composed(""))
     before = {each.name for each in client.status().replicas()}
     with pytest.raises(DeployError):

@@ -1,4 +1,4 @@
-"""What the replicas of a gang know of each other."""
+"""The information that the replicas of a gang have about each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applications as graphs: their order and names, what travels in place of handles, and mistakes in them."""
+"""Applications as graphs: their order and names, the values sent in place of handles, and mistakes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_handles_arrive_wherever_an_application_was_bound() -> None:
 
 
 def test_a_handle_calls_methods_that_it_does_not_know_yet() -> None:
-    """The bytes say nothing of the other deployment: its callers need no restart when it gains methods."""
+    """The pickle has nothing about the other deployment: callers need no restart when it gets new methods."""
     ((handle,), _) = arguments(spec(Caller.bind(Model.bind())))
     assert endpoint(handle.anything) == ("Model", "anything")
     with pytest.raises(AttributeError):
@@ -147,7 +147,7 @@ def made(value: Any = 1) -> serve.Application:
     return Caller.bind(Model.bind(value), ["text", b"bytes", 1.5, ("text",)], key=Config(Model.bind(2)))
 
 
-def test_what_did_not_change_has_the_same_version() -> None:
+def test_unchanged_code_has_the_same_version() -> None:
     application = made()
     assert versions(spec(application)) == versions(spec(application)) == versions(spec(made()))
     large = Model.bind(np.zeros(SHARED_BYTES, np.uint8))
@@ -185,7 +185,7 @@ def test_a_version_that_the_user_names_is_kept() -> None:
     assert spec(Model.bind()).ingress.spec.user_version is None
 
 
-#: Deploys what pickle writes in another order, or with other names, in each process.
+#: Deploys objects that pickle writes in a different order, or with different names, in each process.
 PROGRAM = """
 import enum
 import functools

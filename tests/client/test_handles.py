@@ -1,4 +1,4 @@
-"""Handles as clients return them: cached, of endpoints with any name, with the body by name."""
+"""Handles that clients return: they are cached, accept endpoints of any name, and take the body by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture
 def calls(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The verbs that the controller was asked for."""
+    """The verbs that were called at the controller."""
     found: list[str] = []
     call = client._connection.calls.call
 

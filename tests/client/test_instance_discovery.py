@@ -50,7 +50,7 @@ def test_an_instance_of_another_program_does_not_count_as_started_here(
     here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Connection:
-        """A connection to a cluster on which an instance of the name runs already."""
+        """A connection to a cluster on which an instance of this name already runs."""
 
         owner_id = "me"
         started = StartedInstances(owner_id, lambda *_: None)  # type: ignore[arg-type, return-value]

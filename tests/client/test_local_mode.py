@@ -202,7 +202,7 @@ def test_a_route_of_another_application_is_refused() -> None:
 
 
 def test_a_handle_of_a_deployment_that_goes_is_refused() -> None:
-    """Running the default application again would remove the deployment behind the handle."""
+    """Running the default application again would remove the handle's deployment."""
     handle = serve.run(Adder.bind(1), local=True)
 
     class Uses:

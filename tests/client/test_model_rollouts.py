@@ -30,7 +30,7 @@ PLAN: dict[str, Any] = {
 
 
 class Fault(Exception):
-    """What a faulty model raises."""
+    """The error that a faulty model raises."""
 
 
 def put(folder: Path, version: str, what: str) -> None:
@@ -89,7 +89,7 @@ class Load:
     async def seen_in(self, seconds: float) -> set[str]:
         self.answers.clear()
         await asyncio.sleep(seconds)
-        # A model that a thread reads takes real time.
+        # A thread reads models in real time, not in virtual time.
         await wait_until(lambda: self.answers, timeout_s=60)
         return set(self.answers)
 
@@ -130,7 +130,7 @@ async def outcome(folder: Path, kind: type, what: str) -> None:
         assert await client.load_model("d", "m") == "2"
         found = await ended(client)
         took_s = asyncio.get_running_loop().time() - began
-        await asyncio.sleep(2)  # replicas are told within a second
+        await asyncio.sleep(2)  # replicas are notified within a second
         events = [each.kind for each in await client.events() if each.kind.startswith("ROLLOUT")]
         models = (await client.list_models("d"))["m"]
         message = (await client.status()).backends["d"].message
@@ -182,7 +182,7 @@ async def steered(folder: Path) -> None:
             await client.pause_rollout("d", model="m")
         await asyncio.sleep(2)
         assert await load.seen_in(0.5) == {"1"}
-        put(folder, "3", "good")  # the next versions are taken all the same, and the newest of them wins
+        put(folder, "3", "good")  # the next versions are still loaded, and the newest becomes the default
         await until("SERVING")
         put(folder, "4", "good")
         await asyncio.sleep(6)
@@ -215,7 +215,7 @@ def test_the_rollout_of_a_model_is_steered_and_replaced(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_models_rollout_cannot_do_is_refused(plan: dict[str, Any], wrong: str) -> None:
+def test_unsupported_options_of_a_models_rollout_are_refused(plan: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         serve.deployment(Plain).options(model_repository={"url": "/m", "rollout": plan})
 

@@ -30,7 +30,7 @@ from daskserve.testing import local_instance
 
 
 class Adder:
-    """Its models are numbers in files, which it adds."""
+    """Its models are numbers in files, and it adds them to its argument."""
 
     def __init__(self) -> None:
         self.unloaded: list[str] = []
@@ -198,13 +198,13 @@ def test_the_command_lists_loads_and_unloads(folder: Path, client: Client) -> No
 
 
 async def test_the_time_of_a_load_is_that_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call takes longer than it says if the controller is replaced meanwhile."""
+    """If the controller is replaced meanwhile, a call takes longer than its timeout."""
     now = 0.0
 
     async def submit(verb: str, **_: Any) -> dict[str, Any]:
         return {"version": "2"}
 
-    async def call(verb: str, **_: Any) -> dict[str, Any]:
+    async def call(deadline: float, verb: str, **_: Any) -> dict[str, Any]:
         nonlocal now
         now += 60
         return {"state": "LOADING", "reason": ""}
@@ -213,7 +213,7 @@ async def test_the_time_of_a_load_is_that_of_the_clock(monkeypatch: pytest.Monke
     connection: Any = SimpleNamespace(cluster_connection=SimpleNamespace(clock=clock))
     verbs = ModelVerbs(connection, asynchronous=True)
     monkeypatch.setattr(verbs, "_submit", submit)
-    monkeypatch.setattr(verbs, "_call", call)
+    monkeypatch.setattr(verbs, "_call_until", call)
     with pytest.raises(RequestTimeoutError, match="not loaded within 30 s"):
         await verbs.load_model("d", "m", timeout_s=30)
     assert now == 60

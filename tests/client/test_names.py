@@ -1,4 +1,4 @@
-"""Names of applications and deployments may hold any characters, also those that part tags."""
+"""Names of applications and deployments may contain any characters, even the separators of tags."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from daskserve.testing import local_instance_async, wait_until
 
 
 class Late:
-    """Starts when the test says so."""
+    """Starts when the test allows it."""
 
     async def __init__(self, folder: Path) -> None:
         (folder / "begun").touch()
@@ -35,7 +35,7 @@ def quick(request: Any = None) -> str:
 async def under_way(
     folder: Path, verb: Callable[[serve.AsyncClient], Awaitable[Any]]
 ) -> AsyncIterator[tuple[serve.AsyncClient, asyncio.Task[Any]]]:
-    """Yield a client and the running call of a verb whose replica does not come up yet."""
+    """Yield a client, and a running call that waits because its replica has not started yet."""
     async with local_instance_async() as client:
         waiting = asyncio.ensure_future(verb(client))
         await wait_until(lambda: (folder / "begun").exists())

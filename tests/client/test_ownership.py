@@ -1,4 +1,4 @@
-"""An instance ends with the client that started it, unless that was never used."""
+"""An instance ends with the client that started it, unless this client was never used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def thread() -> Iterator[LocalInstance]:
 
 
 def taken_client(thread: LocalInstance) -> Client:
-    """Return the only client of an instance, the owner of which nothing else refers to."""
+    """Return the only client of an instance; nothing else refers to the instance's owner."""
     assert thread.connection is not None
     client = Client(thread.connection)
     thread.connection = None

@@ -1,4 +1,4 @@
-"""What a replica knows of its placement group."""
+"""The information that a replica has about its placement group."""
 
 from __future__ import annotations
 

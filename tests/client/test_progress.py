@@ -1,4 +1,4 @@
-"""What a slow change shows, and where."""
+"""The messages of a slow change, and where they appear."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ def test_the_text_counts_replicas_and_says_why_they_wait() -> None:
     )
     assert waits_for(status(["RUNNING"]), "g") == "echo: 1 of 3 replicas run"
     assert waits_for(status([]), "another goal") == "Waiting for a change"
+    stuck = replace(status(["RUNNING"]), problems={"store": "The disk is full.", "backend/a": "damaged"})
+    assert waits_for(stuck, "g") == "echo: 1 of 3 replicas run; The disk is full."
 
 
 def test_a_deploy_of_an_application_shows_the_deployment_that_the_others_wait_for() -> None:
@@ -260,7 +262,7 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_program_may_have_no_output_or_one_that_only_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Logged:
-        """What some programs put in place of their output."""
+        """An object that some programs put in place of their standard output."""
 
         def write(self, text: str) -> None: ...
 

@@ -17,7 +17,7 @@ SLOW_S = 0.5
 
 @serve.deployment(name="model", max_ongoing_requests=4)
 class Model:
-    """Takes over its config in two parts; ``reconfigure`` takes long but for the first time."""
+    """Applies its config in two parts. Only the first call of ``reconfigure`` is quick."""
 
     def __init__(self) -> None:
         self.first = self.second = 0
@@ -38,7 +38,7 @@ class Model:
 
 
 class Calls:
-    """Calls in a row, with how long the slowest took."""
+    """Successive calls, and the duration of the slowest one."""
 
     def __init__(self, handle: serve.Handle) -> None:
         self.answers: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Backends that cannot come about: the error comes soon, nothing is left, and the call can be repeated."""
+"""Backends that cannot be created: a quick error, nothing is left, and the call can be repeated."""
 
 from __future__ import annotations
 

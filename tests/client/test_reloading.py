@@ -1,4 +1,4 @@
-"""Following the files of a project: which are watched, what their changes are, and what they replace."""
+"""Following the files of a project: which files are watched, and which deployments a change replaces."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_files_that_are_saved_together_are_one_change(folder: Path) -> None:
 def test_only_code_that_uses_a_changed_file_is_a_new_version(folder: Path) -> None:
     first = versions(folder)
     assert versions(folder) == first
-    save(folder / "prices.py", "PRICE = 2")  # as long as before, and in the same second
+    save(folder / "prices.py", "PRICE = 2")  # of the same length, and in the same second
     second = versions(folder)
     assert second["Whole"] == first["Whole"]
     assert second["Shop"] != first["Shop"]

@@ -1,4 +1,4 @@
-"""The HTTP server of a scheduler says at which address the scheduler is."""
+"""The HTTP server of a scheduler returns the address of the scheduler."""
 
 from __future__ import annotations
 

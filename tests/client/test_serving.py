@@ -1,4 +1,4 @@
-"""A program that serves: what it prints when it ends, and what a second signal does."""
+"""A program that serves: its messages when it ends, and the effect of a second signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskserve.testing import local_instance
 
 @pytest.fixture(autouse=True)
 def _default_handlers() -> Iterator[None]:
-    """Signals as in a terminal: a test run may be a background job of a shell, which ignores SIGINT."""
+    """Restore the default handlers: a test run may be a shell's background job, which ignores SIGINT."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -29,7 +29,7 @@ def _default_handlers() -> Iterator[None]:
 
 
 def when(condition: Callable[[], Any], *numbers: signal.Signals) -> threading.Thread:
-    """Send this process signals, each once the condition holds, with its number as the argument."""
+    """Send signals to this process, each once the condition is true for the signal's number."""
 
     def send() -> None:
         for number in numbers:

@@ -1,4 +1,4 @@
-"""What `serve.run` takes: applications, builders and import paths."""
+"""The targets of `serve.run`: applications, builders and import paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time limits of an actor's start and end, which the actor's own worker keeps."""
+"""The time limits of an actor's start and end, which the actor's own worker enforces."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_each_stage_of_a_start_has_the_time_limit_for_itself() -> None:
 
 
 async def test_a_worker_that_ends_starts_no_other_actors() -> None:
-    """Its controller, which may be on another worker, does not know that it ends if there is no scheduler."""
+    """Without a scheduler, a controller on another worker does not know that this worker ends."""
     registry = registry_of(0, 0)
     await registry.create(SPEC)
     await registry.drain(5.0, "another instance")
@@ -79,7 +79,7 @@ async def test_a_worker_that_ends_starts_no_other_actors() -> None:
 
 
 class Logging(Staged):
-    """An actor that logs in its start, in a verb, in a task of its own and in its end."""
+    """An actor that logs while it starts, in a verb, in a separate task, and while it stops."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Busy(Staged):
     ("proxy_s", "replica_s", "expected"),
     [
         (2, 3, [("c", 0, 0), ("p", 0, 2), ("r", 2, 5)]),
-        # A long stream neither takes all of the time of the replicas nor more than it has.
+        # A long stream takes neither all of the replicas' time nor more than its own time.
         (100, 100, [("c", 0, 0), ("p", 0, 10), ("r", 5, 10)]),
     ],
 )

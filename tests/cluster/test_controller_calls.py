@@ -1,4 +1,4 @@
-"""A call to the controller is retried on its successor, and fails if there is none in time."""
+"""A call to the controller is retried on its successor, and fails if no successor starts in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Controllers:
-    """Finds controller number ``present`` and answers calls to each number as ``answers`` says."""
+    """Finds controller number ``present``, and answers calls to each number with ``answers``."""
 
     def __init__(self, present: int = 1, **answers: Any) -> None:
         self.present: int | None = present
@@ -83,6 +83,29 @@ async def test_without_a_controller_the_call_fails_after_the_timeout() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(30, abs=0.2)
 
 
+async def test_a_call_waits_for_the_controller_after_a_long_outage_of_the_scheduler() -> None:
+    """The first attempt waits for the scheduler, for longer than a call is retried."""
+    controllers = Controllers()
+    loop = asyncio.get_running_loop()
+    back_at: list[float] = []
+
+    async def controller() -> ActorAddress:
+        if not back_at:
+            await asyncio.sleep(40)
+            back_at.append(loop.time())
+        if loop.time() < back_at[0] + 5:
+            raise UnavailableError("it is being replaced")
+        return ActorAddress("controller", "w", 2)
+
+    controllers.controller = controller  # type: ignore[method-assign]
+    assert await controllers.start(resumed_at=lambda: back_at[0] if back_at else None) == "done"
+    assert loop.time() == pytest.approx(45, abs=0.2)
+    back_at[0] = float("inf")
+    with pytest.raises(UnavailableError, match="being replaced"):
+        await controllers.start(resumed_at=lambda: 40.0)
+    assert loop.time() == pytest.approx(75, abs=0.2)
+
+
 async def test_errors_of_the_controller_are_not_retried() -> None:
     for error in [StoreUnavailableError("no"), BadRequestError("no"), NotRunningError("no"), OSError("no")]:
         controllers = Controllers(from_1=error)
@@ -102,7 +125,7 @@ async def test_a_caller_that_gives_up_cancels_the_call() -> None:
 
 
 async def test_the_second_attempt_to_delete_may_find_nothing() -> None:
-    """The first controller is lost after it has deleted, before it answers."""
+    """The first controller is lost after the deletion and before its answer."""
     seen = []
 
     async def delete(address: ActorAddress, verb: str, *, missing_ok: bool) -> str:

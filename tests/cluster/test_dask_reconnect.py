@@ -17,7 +17,7 @@ ADDRESS = "tcp://scheduler:8786"
 
 
 def wait(monkeypatch: pytest.MonkeyPatch, *, away_s: float, grace_s: float, awaited_s: float = 1e9) -> Any:
-    """Return the answer, and the time that it took in virtual time."""
+    """Return the answer, and its duration in virtual time."""
 
     async def identify(address: str, connection_args: Mapping[str, Any]) -> str:
         assert address == ADDRESS

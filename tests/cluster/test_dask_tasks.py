@@ -16,7 +16,7 @@ from daskserve.errors import RequestCancelledError
 
 
 class FakeWorker:
-    """A worker whose tasks the test invents; events of tasks on its loop are dropped."""
+    """A worker with tasks that the test makes up; events of tasks on its loop are dropped."""
 
     def __init__(self) -> None:
         self.plugins: dict[str, Any] = {}

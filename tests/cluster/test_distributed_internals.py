@@ -8,13 +8,14 @@ from unittest.mock import Mock
 
 import dask.config
 import pytest
-from distributed import Client, LocalCluster, default_client, get_worker
+from distributed import Client, LocalCluster, Scheduler, default_client, get_worker
 from distributed.broker import Broker
 from distributed.comm import listen
 from distributed.comm.core import Comm
 from distributed.core import Status
 from tornado.ioloop import IOLoop
 
+from daskserve.cluster.dask.quiet_close import QuietCluster
 from daskserve.cluster.distributed_internals import (
     WorkerOutcome,
     agree,
@@ -23,6 +24,7 @@ from daskserve.cluster.distributed_internals import (
     as_current,
     call_before_close,
     call_when_closed,
+    close_client,
     config_variables,
     configured_security,
     connect_again_when,
@@ -31,6 +33,7 @@ from daskserve.cluster.distributed_internals import (
     is_plain_tcp,
     peer_handshake,
     publish,
+    release_loop,
     socket_of,
     stop_answering_lost_scheduler,
     stop_answering_signal,
@@ -168,7 +171,7 @@ def test_a_function_is_called_before_a_client_closes() -> None:
 
 
 class ClosingWorker:
-    """A worker that tells how it is closed."""
+    """A worker that records how it is closed."""
 
     def __init__(self) -> None:
         self.status = Status.running
@@ -273,3 +276,31 @@ async def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None
     assert client.events == ["connected"]
     await client._ensure_connected(timeout=1)
     assert client.events[1:] == ["back", "connected", "resumed"]
+
+
+def test_the_last_client_on_a_loop_of_dask_ends_its_thread() -> None:
+    """Whether it is closed on this thread, on the loop, or with its scheduler."""
+
+    async def use_another(address: str) -> None:
+        await close_client(await Client(address, asynchronous=True, set_as_default=False))
+
+    for ends_scheduler in (False, True):
+        cluster = QuietCluster(
+            workers={},
+            scheduler={
+                "cls": Scheduler,
+                "options": {"port": 0, "dashboard": False, "dashboard_address": ":0"},
+            },
+            silence_logs=False,
+        )
+        loop = cluster.loop
+        client = Client(cluster, set_as_default=False)
+
+        client.sync(use_another, cluster.scheduler_address)
+        if ends_scheduler:
+            client.shutdown()
+            release_loop(client)
+        else:
+            client.close()
+        cluster.close()
+        assert loop.asyncio_loop.is_closed()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""A program that ends does not wait for what does not end."""
+"""A program that ends does not wait for parts that never end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_local_cluster_that_does_not_close_is_left(
 
 
 class Blocked:
-    """A connection whose event loop does not run any more."""
+    """A connection whose event loop no longer runs."""
 
     is_open = True
 

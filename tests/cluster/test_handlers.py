@@ -1,4 +1,4 @@
-"""What a Dask server calls for other processes, and what it keeps of that."""
+"""The functions that a Dask server calls for other processes, and its references to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_handler_gets_what_it_expects_until_it_is_removed() -> None:
 
 
 def test_dask_keeps_nothing_of_a_handler_that_was_removed() -> None:
-    """Its cache of signatures keeps every function that it has called."""
+    """Dask's cache of signatures keeps every function that Dask has called."""
     server: Any = SimpleNamespace(handlers={})
     hosts, sizes = [], set()
     for _ in range(3):

@@ -30,7 +30,7 @@ def test_an_option_that_was_changed_stays() -> None:
 
 
 def test_a_variable_that_a_nanny_of_this_process_has_set_is_left_out() -> None:
-    """Dask's nannies set them in the process that starts them, too."""
+    """Dask's nannies also set such variables in the process that starts them."""
     given = {"MALLOC_TRIM_THRESHOLD_": "65536", "PATH": "/bin", "OMP_NUM_THREADS": "1"}
     assert without_nanny_defaults(given, QUIET) == {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
     assert without_nanny_defaults(given, {}) == given

@@ -44,7 +44,7 @@ class Wire:
         self.hosts: dict[int, LongPollHost] = {}
         self.epoch = 0
         self.handlers: list[TopicHandler] = []
-        #: What was published and not yet delivered.
+        #: The messages that were published and not yet delivered.
         self.updates: list[Any] = []
         self.fetches: list[list[str]] = []
         self.fetch_errors: list[Exception] = []
@@ -116,7 +116,7 @@ def wire() -> Wire:
 
 
 async def quiet() -> None:
-    """Wait until everything that takes no time has run."""
+    """Wait until all code that takes no time has run."""
     await asyncio.sleep(0.001)
 
 
@@ -416,7 +416,7 @@ async def test_silence_makes_the_client_check_for_missed_updates(wire: Wire) -> 
 
 
 async def test_the_client_fetches_from_a_new_controller(wire: Wire) -> None:
-    """The client may have missed updates that the controller published before its address was known."""
+    """The client may have missed updates that the controller published before the client knew its address."""
     _, received = await started(wire, "a")
     wire.new_host().notify({"a": "new"})
     wire.updates.clear()
@@ -478,7 +478,7 @@ async def test_a_watcher_added_during_a_fetch_gets_its_value(wire: Wire) -> None
 
 
 async def test_an_update_that_overtakes_a_fetch_is_not_lost(wire: Wire) -> None:
-    """The answer was created before the change and arrives after its update."""
+    """The answer was created before the change, and arrives after the update about it."""
     wire.host.notify({"a": 1, "b": 1})
     client = wire.client()
     await client.start()

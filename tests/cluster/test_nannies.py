@@ -99,7 +99,7 @@ async def _hang(function: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [_fail, _lose, _hang])
-async def test_a_worker_that_does_not_answer_is_ended_all_the_same(ended: list[int], run: Any) -> None:
+async def test_a_worker_that_does_not_answer_is_ended_too(ended: list[int], run: Any) -> None:
     answer_in_nanny(0.05, Nanny(run))  # type: ignore[arg-type]
     signal.raise_signal(signal.SIGTERM)
     await until(lambda: ended)

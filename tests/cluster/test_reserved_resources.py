@@ -1,4 +1,4 @@
-"""The scheduler counts what replicas occupy, on a Dask cluster in this process."""
+"""The scheduler counts the resources that replicas occupy, on a Dask cluster in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tables import each_case
 from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.reserved_resources import PLUGIN_NAME, Offer, ReservedResources
 
-#: How long to wait for what takes milliseconds.
+#: How long to wait for a condition that takes milliseconds.
 LIMIT_S = 20
 
 
@@ -32,7 +32,7 @@ LIMIT_S = 20
         ({"license": 1, "memory": 1e9}, Offer(2, {"GPU": 1})),
     ],
 )
-def test_what_is_left_beside_replicas(occupied: Mapping[str, float], left: Offer) -> None:
+def test_the_resources_of_replicas_are_subtracted(occupied: Mapping[str, float], left: Offer) -> None:
     assert Offer(2, {"GPU": 1}).without(occupied) == left
 
 
@@ -41,7 +41,7 @@ def test_a_declared_resource_named_cpu_stands_for_the_threads() -> None:
 
 
 class Bench:
-    """Three workers with two threads and a GPU each, and what is reserved on them."""
+    """Three workers with two threads and a GPU each, and the reservations on them."""
 
     def __init__(self, client: Any, scheduler: Any, reserved: ReservedResources) -> None:
         self.client, self.scheduler, self.reserved = client, scheduler, reserved
@@ -52,13 +52,13 @@ class Bench:
         self.reserved.reserve(instance, report)
 
     async def places(self, count: int, **options: Any) -> set[str]:
-        """Return where this many tasks run."""
+        """Return the workers on which this many tasks run."""
         tasks = self.client.map(place, range(count), pure=False, **options)
         async with asyncio.timeout(LIMIT_S):
             return set(await self.client.gather(tasks))
 
     def hold(self, workers: Collection[str], count: int) -> Callable[[], Awaitable[None]]:
-        """Have tasks hold the GPU of some workers, until the returned function is called."""
+        """Let tasks hold the GPU of some workers until the returned function is called."""
         name = str(len(MAY_END))
         ends = MAY_END[name] = asyncio.Event()
         options = {"workers": list(workers), "resources": {"GPU": 1}, "pure": False}
@@ -175,20 +175,20 @@ async def test_workers_leave_and_join_while_their_resources_are_reserved() -> No
         there.reserve("a", {each: everywhere[each] for each in there.others})
         assert await there.places(20) == {there.first}
         await there.scheduler.remove_worker(there.first, stimulus_id="test")
-        # The last one with a thread left is gone.
+        # The last worker with a free thread is gone.
         assert await there.places(20) == set(there.others)
         declared = [there.reserved.declared(each) for each in there.scheduler.workers.values()]
         assert declared == [Offer(2, {"GPU": 1})] * 2
 
 
-async def test_what_tasks_hold_is_announced() -> None:
+async def test_resources_that_tasks_hold_are_announced() -> None:
     announced: list[Any] = []
     async with bench(announced) as there:
         release = there.hold([there.first], 5)
         await until(lambda: announced)
         await release()
         await until(lambda: announced[-1] == {there.first: {}})
-        # Those that wait at the worker hold no more than it has.
+        # The tasks that wait at the worker hold at most the worker's resources.
         assert announced[0] == {there.first: {"GPU": 1}}
         assert not there.reserved.taken_by_tasks(there.scheduler.workers[there.first])
 
@@ -200,7 +200,7 @@ async def test_a_claimed_resource_goes_to_no_further_task() -> None:
         first, *others = (scheduler.workers[each] for each in there.addresses)
         await until(lambda: [len(each.processing) for each in (first, *others)] == [3, 3, 3])
         there.reserve("a", {}, GPU=1)
-        # The task that runs stays, and those that wait there move.
+        # The running task stays, and the tasks that wait there move.
         await until(lambda: len(first.processing) == 1)
         assert there.reserved.taken_by_tasks(first) == {"GPU": 1}
         assert there.counts()[there.first] == (2, {"GPU": 0})

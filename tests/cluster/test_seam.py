@@ -37,7 +37,7 @@ def test_the_real_and_the_local_cluster_implement_the_protocols() -> None:
     }.items():
         names = {name for each in protocol.__mro__ for name in vars(each) if not name.startswith("_")}
         for kind in kinds:
-            # What `__init__` sets is no attribute of the class.
+            # The attributes that `__init__` sets are not attributes of the class.
             made = (vars(each).get("__init__") for each in kind.__mro__[:-1])
             known = {*dir(kind), *(name for each in made if each for name in each.__code__.co_names)}
             assert names - known == set(), kind

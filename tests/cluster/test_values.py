@@ -1,4 +1,4 @@
-"""Dask's values among the arguments of a call arrive as what they stand for."""
+"""Futures and collections of Dask among the arguments of a call arrive as their values."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_arguments_are_searched_for_values() -> None:
         assert (may_mention_dask(payload) and may_hold_values(payload, args, {})) == is_expected, args
 
 
-def test_what_is_taken_out_is_put_in_again() -> None:
+def test_values_that_were_taken_out_are_filled_in_again() -> None:
     array = np.arange(2000)
     payload, values = take_out(([half(1), array, {"a": half(2)}], len), is_dask_value)
     assert len(values) == 2

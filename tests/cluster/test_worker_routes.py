@@ -1,4 +1,4 @@
-"""The routes of a process: a lost worker is dialled again as long as somebody uses it, in virtual time."""
+"""The routes of a process: a lost worker is dialled again as long as a caller uses it. Virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKER = "tcp://10.0.0.2:4000"
 
 
 class Channels:
-    """A pool whose connections fail until the test says otherwise."""
+    """A pool whose connections fail until the test lets them succeed."""
 
     def __init__(self) -> None:
         self.watchers: list[Callable[[WorkerAddress, Reachability], object]] = []

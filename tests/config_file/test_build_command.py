@@ -1,4 +1,4 @@
-"""``daskserve build`` and ``daskserve schema``: what they write is read again, and means the same."""
+"""``daskserve build`` and ``daskserve schema``: their output is read again, with the same meaning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command(*arguments: str) -> Result:
 
 
 def facts(spec: ApplicationSpec) -> Any:
-    """Return what tells two versions of an application apart."""
+    """Return the facts that distinguish two versions of an application."""
     return replace(
         spec,
         request_id="",
@@ -63,7 +63,7 @@ def facts(spec: ApplicationSpec) -> Any:
     ).to_plain()
 
 
-def test_what_it_writes_deploys_to_the_same(folder: Path) -> None:
+def test_the_built_file_deploys_the_same_application(folder: Path) -> None:
     done = command("build", "built_shop:app", "built_shop:other", "built_shop:plain", "-o", "serve.yaml")
     assert done.exit_code == 0, done.output
     assert done.stderr == (

@@ -276,7 +276,7 @@ def test_places_are_right_in_each_format(name: str, text: str, expected: list[st
         ),
     ],
 )
-def test_what_is_right_is_read_as_it_is_written(text: str, name: str, expected: dict[str, Any]) -> None:
+def test_valid_files_are_read_as_written(text: str, name: str, expected: dict[str, Any]) -> None:
     plain: dict[str, Any] = read(text, name).config.to_plain()
     values = {**plain, **(plain["applications"][0] if plain["applications"] else {})}
     assert {key: values[key] for key in expected} == expected
@@ -317,7 +317,7 @@ def test_two_applications_cannot_share_a_name_or_a_route() -> None:
     ]
 
 
-def test_what_cannot_matter_is_warned_of() -> None:
+def test_options_without_an_effect_log_warnings() -> None:
     text = """
 proxy_location: EveryNode
 http_options: {host: 0.0.0.0, port: 8000, num_cpus: 0}

@@ -1,4 +1,4 @@
-"""The JSON Schema accepts the files that are read, and refuses what is wrong in one place."""
+"""The JSON Schema accepts the files that daskserve reads, and refuses files with one mistake."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ applications:
 """
 
 
-def test_what_is_read_is_valid() -> None:
+def test_a_readable_file_matches_the_schema() -> None:
     schema = json_schema()
     Draft202012Validator.check_schema(schema)
     read(WHOLE)
@@ -67,7 +67,7 @@ def test_what_is_read_is_valid() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_not_valid(wrong: Any, place: list[Any]) -> None:
+def test_a_wrong_file_does_not_match_the_schema(wrong: Any, place: list[Any]) -> None:
     (error,) = Draft202012Validator(json_schema()).iter_errors(wrong)
     assert list(error.absolute_path) == place
 

@@ -76,7 +76,7 @@ def test_options_of_the_file_win_one_by_one_and_the_code_has_the_others() -> Non
     assert spec.config.experimental_graceful_shutdown_timeout_s == 7
     assert spec.user_config == code["Model_1"].user_config
     assert spec.version == code["Model_1"].version
-    # What is no longer in the file is what the code says.
+    # An option that is no longer in the file has the code's value again.
     assert built(overrides("Model_1", "graceful_shutdown_timeout_s: 7"))["Model_1"].config.num_replicas == 2
 
 
@@ -182,7 +182,9 @@ def test_options_of_an_application_may_be_variables(monkeypatch: pytest.MonkeyPa
         ("  args: {a: 1}\n", BadRequestError, "is already built, so it takes no arguments"),
     ],
 )
-def test_what_does_not_fit_the_code_is_refused(text: str, kind: type[Exception], expected: str) -> None:
+def test_options_that_do_not_fit_the_code_are_refused(
+    text: str, kind: type[Exception], expected: str
+) -> None:
     with pytest.raises(kind) as caught:
         built(text)
     assert expected in str(caught.value)
@@ -227,7 +229,7 @@ def test_a_changed_file_is_imported_again_and_is_another_version_of_what_uses_it
 
 
 def test_code_can_be_in_the_files_of_the_environment(folder: Path) -> None:
-    """Also in the only folder of an archive, as hosts of repositories make them."""
+    """Also in the only folder of an archive, as GitHub creates archives."""
     with dask.config.set({"daskserve.process.environments-folder": str(folder / "cache")}):
         with zipfile.ZipFile(folder / "project.zip", "w") as archive:
             code = MODULE.replace("num_replicas=2", "num_replicas=5")

@@ -1,4 +1,4 @@
-"""Files of the kinds that Ray Serve's documentation has are read and built, or say what they lack."""
+"""Each kind of file in Ray Serve's documentation is built, or the error names what is missing."""
 
 from __future__ import annotations
 

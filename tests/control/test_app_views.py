@@ -168,7 +168,7 @@ def test_a_failure_of_the_controller_is_no_failure_of_the_code() -> None:
         ([replica("b#1", ReplicaState.STARTING, moved_at=71.0)], ""),
     ],
 )
-def test_what_takes_longer_than_30_s_is_reported(records: list[Record], message: str) -> None:
+def test_steps_of_more_than_30_s_are_reported(records: list[Record], message: str) -> None:
     observed = Observed(workers={"w1": worker(1)})
     found = status(member("b", goal="g"), member("f"), *records, observed=observed)
     assert found["deployments"]["back"]["message"] == message
@@ -214,7 +214,7 @@ def test_an_application_that_deploys_and_one_that_is_deleted() -> None:
     assert (found["status"], word(found)) == ("DELETING", ("UPDATING", "DELETING"))
 
 
-def test_what_a_change_does_not_touch_stays_healthy_meanwhile() -> None:
+def test_unchanged_deployments_stay_healthy_during_a_change() -> None:
     changing = replace(member("f", version="v2"), goal="g")
     found = status(member("b"), changing, replica("b#1"), replica("f#1"), app=replace(APP, goal="g"))
     assert word(found) == ("HEALTHY", "CONFIG_UPDATE_COMPLETED")
@@ -383,5 +383,6 @@ async def test_many_watchers_cost_as_much_as_one(stage: Stage, monkeypatch: pyte
     built.clear()
     *found, _ = await asyncio.gather(*map(watch, range(50)), change())
     assert {each[-1] for each in found} == {99}
-    # Each asks at its own time for what it has not seen at all; then they share one look a pause or a second.
+    # Each client first asks for a full status at its own time; then they share one status per pause or
+    # second.
     assert len(built) < 50 + 1.5 / 0.1 + 5

@@ -1,4 +1,4 @@
-"""Applications on a real controller in virtual time: order, one change, one rollback."""
+"""Applications on a real controller in virtual time: start order, one change, one rollback."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_only_the_first_deploy_of_an_application_has_a_pending_route(stage
 
 @staged(workers=4)
 async def test_applications_that_come_up_together_complete_in_few_transactions(stage: Stage) -> None:
-    """A transaction takes much longer than a decision; one of each would be what a large file waits for."""
+    """A transaction takes much longer than a decision, so a large file must not need one per application."""
     before = stage.store.commits
     names = [f"a{number:02d}" for number in range(16)]
     graph = {"{}-back": (), "{}-front": ("{}-back",)}
@@ -121,7 +121,7 @@ async def test_applications_that_come_up_together_complete_in_few_transactions(s
 
 
 @staged(workers=4)
-async def test_what_should_run_and_has_no_replica_is_published(stage: Stage) -> None:
+async def test_backends_without_a_replica_are_published_as_unready(stage: Stage) -> None:
     assert await stage.published(UNREADY) == ()
     stage.start_s = 1.0
     idle = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 2}
@@ -167,7 +167,7 @@ async def test_a_deploy_is_one_transaction(stage: Stage) -> None:
 
 @staged()
 async def test_each_level_of_a_chain_is_one_transaction(stage: Stage) -> None:
-    """A deployment that is up, and the start of the one that waited for it, are written together."""
+    """One transaction records that a deployment is up, and starts the deployment that waited for it."""
     written: list[Mapping[str, bytes | None]] = []
     stage.store.after_commit = written.append
     await stage.run(graph=CHAIN)
@@ -250,7 +250,7 @@ async def test_an_application_without_room_fails_as_a_whole(stage: Stage) -> Non
 
 
 @staged()
-async def test_what_the_new_version_dropped_goes_after_the_new_ingress_is_up(stage: Stage) -> None:
+async def test_dropped_deployments_stop_after_the_new_ingress_is_up(stage: Stage) -> None:
     await stage.run(graph={"deep": (), "old": ("deep",), "front": ("old",)})
     stage.stopped.clear()
 
@@ -324,7 +324,7 @@ async def test_names_and_routes_in_use_are_refused_before_anything_is_written(st
     with pytest.raises(BadRequestError, match=r"needs \['z/back'\], which must come before it"):
         await stage.deploy_apps(app_spec("z", {"front": ("back",)}, route="/z"))
     assert stage.store.commits == commits
-    await stage.change("delete_endpoint", name="e")  # one of no application
+    await stage.change("delete_endpoint", name="e")  # an endpoint without an application
     assert list(await stage.published("routes")) == ["/x"]
 
 
@@ -354,7 +354,7 @@ async def test_a_newer_deploy_supersedes_a_pending_one_and_falls_back_to_what_wa
 
 @staged()
 async def test_a_failed_deploy_brings_back_the_version_of_what_it_dropped(stage: Stage) -> None:
-    """Even if what it dropped was being updated by the deploy that it superseded."""
+    """Even if a superseded deploy was updating the dropped deployment."""
     await stage.run()
     stage.start = hang
     await stage.deploy_apps(
@@ -366,7 +366,7 @@ async def test_a_failed_deploy_brings_back_the_version_of_what_it_dropped(stage:
         )
     )
     await stage.clock.sleep(1.0)
-    stage.start, stage.start_s = fail_in("front", "3"), 5.0  # long enough for a look at everything
+    stage.start, stage.start_s = fail_in("front", "3"), 5.0  # long enough to check the state
     with pytest.raises(ReplicaStartError):
         await stage.run(graph={"front": ()}, front={"version": "3"})
     await stage.until(lambda: sorted(stage.stored("code")) == ["code/back@1", "code/front@1"])
@@ -407,7 +407,7 @@ async def test_a_change_of_a_deployment_that_the_new_version_drops_ends_with_it(
     stage.start_s = 2.0
     await stage.deploy_apps(app_spec(graph={"front": ()}, request_id="r2", front={"version": "2"}))
     with pytest.raises(DeletedError, match="'back' was deleted"):
-        await stage.update("back", num_replicas=200)  # more than fit
+        await stage.update("back", num_replicas=200)  # more than the workers can run
     await stage.until(lambda: list(stage.stored("backend")) == ["backend/front"])
 
 
@@ -454,7 +454,7 @@ def test_the_ingress_checks_whether_a_change_is_complete_once_it_is_up() -> None
 
 @staged()
 async def test_a_change_whose_replica_never_learns_its_rank_ends_with_its_time(stage: Stage) -> None:
-    """The new replica starts with rank 1 beside the old one, and is to have rank 0 after it."""
+    """The new replica starts with rank 1 beside the old one, and must get rank 0 once the old one is gone."""
     await stage.run(front={"version": "1"})
     stage.reconfigure = hang
     with pytest.raises(RequestTimeoutError, match="within 5 s"):
@@ -493,7 +493,7 @@ async def test_a_change_whose_replica_never_learns_its_rank_ends_with_its_time(s
         ),
     ],
 )
-def test_what_cannot_be_deployed_together_is_refused(
+def test_conflicting_deployments_are_refused(
     specs: list[ApplicationSpec], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

@@ -1,4 +1,4 @@
-"""Decisions about backends: what they change, what they refuse, and that repeating them is safe."""
+"""Decisions about backends: their changes and refusals, and that repeating them is safe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def created(wanted: BackendSpec | None = None) -> State:
 
 
 def settled(state: State) -> State:
-    """Let all goals be reached."""
+    """Return the state with all goals reached."""
     for record in list(state.backends.values()):
         change: Change = {record.key: replace(record, goal=None)}
         if record.goal is not None:
@@ -42,7 +42,7 @@ def settled(state: State) -> State:
 
 
 def deploy(state: State, wanted: BackendSpec, goal_id: str = "g2") -> Outcome:
-    """Deploy by a call of its own."""
+    """Deploy in a separate call."""
     return decisions.deploy(state, replace(wanted, request_id=goal_id), goal_id=goal_id, now=0.0)
 
 

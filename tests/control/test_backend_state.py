@@ -1,4 +1,4 @@
-"""One backend from wish to world, step by step, with everything that can go wrong on the way."""
+"""One backend, step by step, from its target state to running replicas, with all failures on the way."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def kinds(actions: list[Any]) -> list[type[Any]]:
 
 
 def fail(bench: Bench, error: BaseException = BOOM) -> None:
-    """Let every replica that is being started fail."""
+    """Let every starting replica fail."""
     for action in bench.step().actions:
         if isinstance(action, StartReplica):
             bench.observed.failed[action.replica.tag] = error
@@ -87,7 +87,7 @@ def test_a_replica_is_placed_started_and_then_runs() -> None:
     assert bench.goal(goal).state is GoalState.PENDING
     assert re.fullmatch("b#[A-Za-z]{6}", record.tag)
 
-    assert bench.step().actions == [start]  # asked again, because nothing has answered
+    assert bench.step().actions == [start]  # repeated, because the start has not been confirmed
     bench.observed.ready[record.tag] = {}
     last = bench.step()
     assert bench.tags(S.RUNNING) == [record.tag]
@@ -136,7 +136,7 @@ def test_a_step_does_not_change_the_state() -> None:
 
 
 def test_a_step_that_raises_does_not_change_the_state() -> None:
-    """One poisoned worker entry must not leave the ledger with replicas that were never placed."""
+    """After one invalid worker entry, the resource usage must not include replicas that were never placed."""
     bench = Bench()
     bench.create(num_replicas=2)
     bench.observed.workers["broken"] = None  # type: ignore[assignment]
@@ -203,7 +203,7 @@ def test_the_failure_of_one_replica_stops_the_others() -> None:
 
 
 def test_without_a_goal_retries_back_off() -> None:
-    """A running backend lost its worker and its constructor now fails; no caller waits."""
+    """A running backend has lost its worker, and its constructor now fails; no caller waits."""
     bench = running()
     bench.observed.lost_workers.add("w1")
     pauses = []
@@ -289,10 +289,10 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     assert "GPU 1 (most free on one worker: 0)" in (bench.observed.notes["b"].waiting or "")
     assert bench.tags(S.SHOULD_START) == bench.tags()
     assert bench.goal(goal).state is GoalState.PENDING
-    assert step.wake_at == bench.now + 30  # to say what it waits for
+    assert step.wake_at == bench.now + 30  # to log what it waits for
 
 
-def test_what_fits_runs_while_the_rest_waits() -> None:
+def test_replicas_that_fit_start_while_the_rest_waits() -> None:
     bench = Bench([worker(1, threads=2)])
     bench.create(num_replicas=3, actor_options={"num_cpus": 1})
     assert len(bench.step().actions) == 2
@@ -350,7 +350,7 @@ def test_a_change_without_capacity_is_rolled_back() -> None:
 
 
 def test_lost_workers_count_as_failed_starts_once_however_many_replicas_they_take() -> None:
-    """A constructor may end its worker, again and again."""
+    """A constructor may end its worker repeatedly."""
     bench = Bench([worker(1)])
     goal = bench.create(num_replicas=3, max_constructor_retry_count=2)
     for count in (1, 2):
@@ -365,7 +365,7 @@ def test_lost_workers_count_as_failed_starts_once_however_many_replicas_they_tak
 
 
 def test_a_lost_worker_gets_no_replicas() -> None:
-    """It rejoined under its old address before all of its lost replicas were handled."""
+    """The worker rejoined under its old address before all of its lost replicas were handled."""
     bench = running()
     bench.observed.lost_workers.add("w1")
     step = bench.step()
@@ -389,7 +389,7 @@ def published_tags(bench: Bench) -> list[str]:
 
 
 def test_a_change_of_the_user_config_reconfigures_the_same_replicas_one_by_one() -> None:
-    """The one that is reconfigured gets no requests."""
+    """A replica that is being reconfigured gets no requests."""
     bench = running(num_replicas=2)
     tags = bench.tags()
     goal = bench.update(user_config=b"new")
@@ -429,8 +429,8 @@ def test_a_change_of_options_alone_reaches_all_replicas_at_once_while_they_serve
     assert kinds(bench.step().actions) == [ReconfigureReplica] * 3
 
 
-def test_a_new_controller_goes_on_with_the_replica_that_is_being_reconfigured() -> None:
-    """All that it knows of it is in its record."""
+def test_a_new_controller_continues_with_the_replica_that_is_being_reconfigured() -> None:
+    """The new controller knows only the replica's record."""
     bench = running(num_replicas=3)
     bench.update(user_config=b"new")
     (first,) = bench.step().actions
@@ -440,7 +440,7 @@ def test_a_new_controller_goes_on_with_the_replica_that_is_being_reconfigured() 
 
 
 def test_a_reconfiguration_waits_for_a_replica_that_starts_but_not_for_ever() -> None:
-    """A worker that is lost in the middle costs no second replica its service."""
+    """If a worker is lost meanwhile, no second replica stops serving."""
     bench = running(num_replicas=3)
     bench.update(user_config=b"new")
     (first,) = bench.step().actions
@@ -456,7 +456,7 @@ def test_a_reconfiguration_waits_for_a_replica_that_starts_but_not_for_ever() ->
 
 
 def test_a_started_replica_reports_what_the_callable_of_an_import_path_is() -> None:
-    """Its replicas run 100 requests at a time if it is async, without a restart."""
+    """If the callable is async, its replicas run 100 requests at a time, without a restart."""
     bench = Bench()
     goal = bench.create(num_replicas=2)
     assert bench.state.backends["b"].config.concurrency() == 8
@@ -494,7 +494,7 @@ def test_a_replica_that_rejects_a_config_fails_the_change_and_rolls_back_the_oth
     step = bench.step()
     assert isinstance(error_of(bench, goal), ReplicaStartError)
     assert wish_of(bench) == before
-    # The replica that failed may have applied a part, so it is rolled back first.
+    # The failed replica may have applied a part of the config, so it is rolled back first.
     assert [(type(each), each.replica.tag) for each in step.actions] == [
         (ReconfigureReplica, second.replica.tag)
     ]
@@ -612,7 +612,7 @@ def routed(bench: Bench, route: str) -> None:
 
 
 def failing_twice_over() -> Bench:
-    """Return a deployment whose second version, at a route of its own, was superseded by one that fails."""
+    """Return a deployment whose second version, at another route, was superseded by a third that fails."""
     bench = Bench()
     bench.deploy(version="1")
     routed(bench, "/1")
@@ -687,16 +687,16 @@ def test_only_running_replicas_are_published_to_routers() -> None:
 @each_case(
     ("config", "metadata", "published"),
     [
-        ({}, {}, {}),  # whole, as of a plain function
+        ({}, {}, {}),  # the whole body, as for a plain function
         ({}, {"is_blocking": False}, {"bodies": "stream"}),
         ({}, {"is_blocking": False, "is_asgi_app": True}, {"bodies": "stream"}),
         ({}, {"is_blocking": False, "accepts_batches": True}, {}),
         ({}, {"ignores_bodies": True}, {"bodies": "drop"}),
-        ({"method_header": True}, {"is_blocking": False}, {}),  # a plain method may be named
+        ({"method_header": True}, {"is_blocking": False}, {}),  # the header may name a plain method
         ({"max_body_bytes": 5}, {}, {"max_body_bytes": 5}),
     ],
 )
-def test_what_routers_learn_about_bodies(
+def test_body_rules_are_published_to_routers(
     config: dict[str, Any], metadata: dict[str, Any], published: dict[str, Any]
 ) -> None:
     record = backend(config={**config, "internal_metadata": metadata})

@@ -1,4 +1,4 @@
-"""A change takes as long as it makes progress: what counts, what does not, and what is said of it."""
+"""A change may take as long as it makes progress: what counts as progress, and the messages about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daskserve.control.records.records import Change, GoalState
 from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import load_error
 
-#: What a call without ``timeout_s`` asks for.
+#: The timeouts of a call without ``timeout_s``.
 PATIENT: Mapping[str, Any] = MappingProxyType({"timeout_s": None, "progress_timeout_s": 60.0})
 #: A replica that occupies a worker of the bench and of the stage.
 WHOLE: Mapping[str, Any] = MappingProxyType({"num_cpus": 4})
@@ -185,7 +185,7 @@ def test_a_change_fails_once_nothing_has_progressed() -> None:
     )
 
 
-def test_what_an_autoscaler_does_beyond_a_change_is_no_progress_of_it() -> None:
+def test_autoscaling_does_not_count_as_progress_of_a_change() -> None:
     scaled = backend(config={"autoscaling_config": {"max_replicas": 3}}, scaled_to=2)
     more = replica("b#2", S.STARTING)
     change: Change = {more.key: more}
@@ -226,7 +226,7 @@ def test_new_replicas_that_start_and_die_again_and_again_fail_an_update(is_lost:
 
 
 @staged()
-async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: Stage) -> None:
+async def test_the_time_of_a_constructor_continues_under_a_new_controller(stage: Stage) -> None:
     stage.start = hang
     creating = deploy(stage, "1", num_replicas=1, start_timeout_s=50.0)
     await stage.clock.sleep(40)
@@ -248,7 +248,7 @@ async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: S
     ],
 )
 @each_case("has_room", [True, False])
-def test_a_new_controller_goes_on_where_the_one_before_was(
+def test_a_new_controller_continues_where_the_one_before_was(
     limits: Mapping[str, Any], age_s: float, left_s: float, has_room: bool
 ) -> None:
     bench = Bench([worker(1)] if has_room else [])

@@ -1,4 +1,4 @@
-"""What an instance does while its store is lost, and after its records have been written anew."""
+"""An instance while its store is lost, and after its records have been written again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from daskserve.errors import StoreLostError
 
 
 class LosingStore(ScriptedStore):
-    """A store that can be lost: what is written then is only in memory."""
+    """A store that can be lost; then writes are only kept in memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_lost = False
-        #: What the next start would find.
+        #: The records that the next start would find.
         self.place: dict[str, bytes] = {}
 
     async def commit(self, epoch: int, change: StoreChange) -> None:

@@ -1,4 +1,4 @@
-"""Between store and state: what is written is what comes back."""
+"""Records survive a round trip from the state to the store and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.errors import StaleEpochError
 
 
 class CountingStore(MemoryStore):
-    """Keeps what each commit was."""
+    """Records each commit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_replaced_controller_cannot_write() -> None:
 
 
 def test_a_deploy_costs_two_changes_that_are_synced() -> None:
-    """What was asked for, and that it is complete; all else may wait for the second."""
+    """The first records the request, the second its completion; all else may wait for the second."""
     synced: list[set[str]] = []
 
     class SyncingStore(ScriptedStore):

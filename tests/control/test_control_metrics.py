@@ -1,4 +1,4 @@
-"""What a controller exports of itself and of its instance."""
+"""The metrics of a controller about itself and its instance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.telemetry.histogram import HistogramCounts
 
 
 async def exported(stage: Stage) -> dict[tuple[str, ...], float]:
-    """Return all series but the durations, by name and labels, the instance's left out."""
+    """Return all series except durations, by name and by labels other than the instance's."""
     actor: Any = stage.cluster.actor(await stage.cluster.program.controller())
     found = {}
     for name, labels, value in actor.samples():

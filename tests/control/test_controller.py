@@ -1,4 +1,4 @@
-"""The verbs of a running controller: what holds when they return, and what is left when they fail."""
+"""The verbs of a running controller: their effects when they return, and the state after they fail."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ async def test_every_proxy_knows_a_route_before_the_call_returns(stage: Stage) -
     assert len(urls) == len(stage.proxies) == 3
     assert await stage.call("http_urls") == urls
     await stage.create()
-    # Every process hears of it at another time, and one does not hear of it at all.
+    # Each process is notified at a different time, and one process not at all.
     delays = iter([0.1, 0.4, None, 0.2] * 100)
     stage.cluster.topic.deliver = lambda message: [each] if (each := next(delays)) is not None else []
     await stage.endpoint()
@@ -403,7 +403,7 @@ async def test_a_fault_in_a_control_step_does_not_end_the_loop(
 
 @staged()
 async def test_an_event_that_overtakes_the_list_of_workers_is_not_undone(stage: Stage) -> None:
-    """The list was made before a worker joined and arrives after the event that told so."""
+    """The list was made before a worker joined, and arrives after the event about this worker."""
     controller = await stage.cluster.program.controller()
     process = stage.cluster.process(controller.worker)
     answers: list[Any] = []
@@ -429,7 +429,7 @@ async def test_an_event_that_overtakes_the_list_of_workers_is_not_undone(stage: 
 
 
 def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
-    """Its Host stops it, and that must not hide the reason."""
+    """Its Host stops the controller, which must not hide the reason."""
 
     async def main() -> None:
         stage = Stage()
@@ -532,7 +532,7 @@ async def test_replicas_keep_off_the_workers_of_the_controller_and_the_status_sa
 
 
 @staged()
-async def test_what_a_controller_hands_over_is_all_that_its_store_has(stage: Stage) -> None:
+async def test_a_controller_hands_over_all_records_of_its_store(stage: Stage) -> None:
     await stage.create(num_replicas=2)
     await stage.endpoint()
     left = await stage.calls.call("hand_over")

@@ -1,4 +1,4 @@
-"""Records that cannot be read any more: what goes on without them, and how a deploy repairs them."""
+"""Records that can no longer be read: what continues without them, and how a deploy repairs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.options.specs import deployment_tag
 
 
 class AsideStore(ScriptedStore):
-    """A store that sets damaged records aside, as files do: it no longer has them."""
+    """A store that sets damaged records aside, as file stores do, and then no longer contains them."""
 
     def problems(self) -> dict[str, str]:
         return {"backend/b": "damaged", "replica/gone#1": "damaged"}
@@ -21,7 +21,7 @@ TAGS = [deployment_tag("default", each) for each in ("back", "front")]
 
 
 async def damage(stage: Stage, key: str) -> None:
-    """Damage a stored record; a new controller reads it, and has to start all replicas anew."""
+    """Damage a stored record. A new controller reads it, and has to start all replicas again."""
     stage.store.data[key] = b"?"
     stage.cluster.remove_worker((await stage.cluster.program.controller()).worker)
     for worker in stage.replica_workers():

@@ -31,7 +31,7 @@ from daskserve.options.http import HTTPOptions
 
 
 async def declare(stage: Stage, *applications: Any, merge: bool = False, **message: Any) -> dict[str, Any]:
-    """Declare applications, wait until they run or have failed, and return how far each is."""
+    """Declare applications, wait until they run or have failed, and return the progress of each."""
     options = message.pop("options", {})
     answer = await stage.call(
         "apply_config", config=instance_config(*applications, **options), merge=merge, **message
@@ -87,7 +87,7 @@ async def until_gone(stage: Stage, *names: str) -> None:
 
 
 @staged()
-async def test_what_is_declared_is_built_and_runs(stage: Stage) -> None:
+async def test_declared_applications_are_built_and_run(stage: Stage) -> None:
     found = await declare(stage, config("shop"), config("mail"))
     assert found["version"] == 1
     assert found["shop"] == found["mail"] == {"status": "RUNNING", "message": ""}
@@ -107,7 +107,7 @@ async def test_every_proxy_knows_what_is_declared_before_the_wait_returns(stage:
 
 
 @staged()
-async def test_what_the_next_file_does_not_name_goes_and_what_a_program_has_deployed_stays(
+async def test_applications_missing_in_the_next_file_are_deleted_and_those_of_programs_stay(
     stage: Stage,
 ) -> None:
     await stage.run("own", {"front": ()}, route="/own")
@@ -172,7 +172,7 @@ async def test_a_caller_without_the_newest_version_gets_the_name_of_who_changed_
 
 
 @staged()
-async def test_what_cannot_be_built_says_so_and_the_version_before_keeps_serving(stage: Stage) -> None:
+async def test_a_failed_build_is_reported_and_the_previous_version_keeps_serving(stage: Stage) -> None:
     await declare(stage, config("shop"))
 
     async def refuse(name: str, worker: str) -> str | None:
@@ -346,7 +346,7 @@ async def test_routes_stay_if_one_of_those_that_swap_them_fails(stage: Stage) ->
 
 @staged()
 async def test_a_route_that_is_being_swapped_is_not_given_away(stage: Stage) -> None:
-    """And a controller that takes over completes the swap, for both at once."""
+    """A controller that takes over completes the swap for both applications at once."""
     await stage.run("a", {"a": ()}, route="/x")
     await stage.run("b", {"b": ()}, route="/y")
     stage.start_s = 5.0
@@ -460,6 +460,12 @@ async def test_a_rollback_gives_back_what_was_declared_and_nothing_undoes_it(sta
     assert (await declare(stage))["deleted"] == ["shop"]
 
 
+def goal_of_app(stage: Stage) -> str | None:
+    app = stage.store.records()["app/shop"]
+    assert isinstance(app, AppRecord)
+    return app.goal
+
+
 @staged()
 async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_changes_nothing(
     stage: Stage,
@@ -471,13 +477,16 @@ async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_cha
         await stage.call("restart", application="shop", request_id="once"),
     ]
     assert answers[0] == answers[1]
+    assert goal_of_app(stage) == answers[0]["goal"]
     await stage.calls.complete(answers[0])
     assert len(stage.running) == 2
     assert before.isdisjoint(stage.running)
     after = set(stage.running)
     await declare(stage, config("shop", num_replicas=2))
     assert set(stage.running) == after
-    await stage.calls.complete(await stage.call("restart", application="shop", deployment="d"))
+    answer = await stage.call("restart", application="shop", deployment="d")
+    assert goal_of_app(stage) is None
+    await stage.calls.complete(answer)
     assert after.isdisjoint(stage.running)
     stage.start = boom("no")
     kept = set(stage.running)
@@ -526,7 +535,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     for message, error in (({"name": "none"}, NotFoundError), ({"api_type": "other"}, BadRequestError)):
         with pytest.raises(error):
             await stage.call("details", **message)
-    # Ray Serve's classes refuse a number of replicas beside the options that decide it.
+    # Ray Serve's classes refuse a number of replicas together with options that determine it.
     await declare(stage, config("shop", autoscaling_config={"min_replicas": 1, "max_replicas": 2}))
     deployments = (await stage.call("details"))["details"]["applications"]["shop"]["deployments"]
     assert "num_replicas" not in deployments["d"]["deployment_config"]

@@ -24,7 +24,7 @@ async def declared(stage: Stage) -> Any:
 
 
 async def both(stage: Stage) -> tuple[Any, Any]:
-    """Deploy two files; return what is declared by each."""
+    """Deploy two files; return the configuration that each declares."""
     found = []
     for version in ("1", "2"):
         await declare(stage, config("shop", version), by="ci", source="serve.yaml", version=f"git{version}")

@@ -1,4 +1,4 @@
-"""What a revision says of its changes: texts for people, without secrets."""
+"""The description of a revision's changes: texts for people, without secrets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Threshold:
         ({"a": {"b": 1}}, {"a": {}}, {"a.b": ("1", ""), "a": ("", "{}")}),
     ],
 )
-def test_what_differs_in_a_user_config_is_named(one: Any, other: Any, expected: dict[str, Any]) -> None:
+def test_differences_in_a_user_config_are_named(one: Any, other: Any, expected: dict[str, Any]) -> None:
     found = list(differences("model", configured(one), configured(other)))
     values = {each.what.removeprefix("user_config").removeprefix("."): (each.old, each.new) for each in found}
     assert values == expected
@@ -103,7 +103,7 @@ def test_no_secret_is_shown() -> None:
     assert "0ther" not in text
 
 
-def test_what_comes_and_goes_is_named_with_its_version() -> None:
+def test_created_and_removed_deployments_are_named_with_their_versions() -> None:
     (created,) = differences("model", None, backend())
     (removed,) = differences("model", backend(), None)
     assert (str(created), created.new) == ("model: created", "v1")

@@ -1,4 +1,4 @@
-"""The end of an instance lets requests complete, the callers first, and keeps the records."""
+"""When an instance ends, requests complete, callers stop first, and the records stay."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_an_idle_instance_does_not_drain(stage: Stage) -> None:
     assert not stage.stopped
     assert len(stage.running) == 3
     assert not stage.stored("replica"), "an instance that starts on the store later does not miss them"
-    await stage.run(graph=CHAIN, version="2")  # until it ends, it is as before
+    await stage.run(graph=CHAIN, version="2")  # until the end, it works as before
 
 
 @staged(http=HTTPOptions())

@@ -1,4 +1,4 @@
-"""Endpoints: what the verbs change, and the words of every refusal."""
+"""Endpoints: the changes of the verbs, and the text of every refusal."""
 
 from __future__ import annotations
 

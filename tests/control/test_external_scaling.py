@@ -1,4 +1,4 @@
-"""An external scaler sets numbers of replicas: what is accepted, refused, kept and rolled back."""
+"""An external scaler sets the number of replicas: accepted, refused, kept and rolled-back requests."""
 
 from __future__ import annotations
 
@@ -147,6 +147,12 @@ async def test_a_deployment_that_is_not_in_the_application_is_not_found(
         await stage.call("scale", application=application, name=name, number=2)
 
 
+@staged()
+async def test_scaling_without_any_application_says_that_there_is_none(stage: Stage) -> None:
+    with pytest.raises(NotFoundError, match="no application 'shop'; the applications are: none"):
+        await stage.call("scale", application="shop", name="", number=2)
+
+
 @staged(workers=4)
 async def test_a_redeploy_keeps_the_number_unless_it_sets_another_one(stage: Stage) -> None:
     options: dict[str, Any] = {"num_replicas": 2, **OPEN}
@@ -187,7 +193,7 @@ async def test_a_failed_deploy_restores_the_number_set_during_it(stage: Stage) -
 @staged(workers=2)
 async def test_a_deploy_does_not_wait_for_more_replicas_than_it_asks_for(stage: Stage) -> None:
     await stage.create(num_replicas=1, actor_options={"num_cpus": 4}, **OPEN)
-    await scale(stage, 3)  # there is room for two
+    await scale(stage, 3)  # the workers have room for two
     await stage.until(lambda: count(stage) == 2)
     await stage.update(max_queued_requests=7)
     assert (recorded(stage).num_replicas, count(stage)) == (3, 2)
@@ -217,7 +223,7 @@ async def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays(stag
     await stage.update(autoscaling_config={**auto, "initial_replicas": 0, "downscale_delay_s": 0})
     await stage.until(lambda: count(stage) == 0)
     await stage.update(autoscaling_config=None, **OPEN)
-    assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # nothing would wake it
+    assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # no request could wake it
 
 
 @each_case("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])

@@ -1,4 +1,4 @@
-"""Bundles that are placed together, against a search through all ways to place them."""
+"""The placement of bundles, compared with a search through all possible placements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def demand(strategy: Strategy, *bundles: dict[str, float], **more: Any) -> Deman
 
 
 def ways(workers: list[WorkerInfo], wanted: Demand) -> list[tuple[WorkerInfo, ...]]:
-    """Return all ways to place the bundles."""
+    """Return all possible placements of the bundles."""
     found = []
     for way in itertools.product(workers, repeat=len(wanted.bundles)):
         used: dict[str, dict[str, float]] = {}
@@ -71,7 +71,7 @@ def test_bundles_are_placed_if_and_only_if_they_fit_together(
 
 
 @given(workers=workers_of, bundles=bundles_of, most=st.integers(1, 3))
-def test_what_has_room_several_times_can_be_placed_as_often(
+def test_a_demand_with_room_for_several_copies_can_be_placed_as_often(
     workers: list[WorkerInfo], bundles: list[dict[str, float]], most: int
 ) -> None:
     wanted = demand("PACK", *bundles)
@@ -113,7 +113,7 @@ def test_packed_bundles_prefer_the_worker_that_takes_most_of_them() -> None:
 
 
 def test_a_bundle_goes_back_where_it_leaves_no_room_for_another() -> None:
-    """The first worker suits both, the second only one of them."""
+    """The first worker has room for either bundle, the second only for one of them."""
     workers = [worker(1, threads=4, resources={"GPU": 1.0}), worker(2, threads=4)]
     found = place(State(), workers, demand("STRICT_SPREAD", {"CPU": 4.0}, {"CPU": 1.0, "GPU": 1.0}))
     assert found is None  # both are on one host
@@ -145,7 +145,7 @@ def test_equal_bundles_go_elsewhere_for_another_one() -> None:
 
 
 def test_a_search_through_too_many_ways_is_given_up() -> None:
-    """No two of these have room on one worker, and no two are equal: there are 30! ways to place 30."""
+    """No worker has room for two of these bundles, and no two are equal: 30 of them have 30! placements."""
     workers = [worker(n, threads=8, host=f"h{n}") for n in range(1, 31)]
     bundles = [{"CPU": 5 + n / 100} for n in range(31)]
     assert place(State(), workers, demand("PACK", *bundles)) is None
@@ -203,13 +203,13 @@ def test_waiting_groups_need_as_many_workers_as_have_room_for_them() -> None:
     )
     assert workers_needed([demand("STRICT_SPREAD", *pair)] * 2, kinds) == 2
     assert workers_needed([demand("STRICT_SPREAD", *pair)] * 3, kinds) == 4
-    # Two bundles of one group are not on one host, those of another group are; and all on one are on one.
+    # Bundles of a spread group are on different hosts, bundles of another group may share one.
     assert (
         workers_needed([demand("PACK", {"CPU": 1.0}), demand("STRICT_SPREAD", *[{"CPU": 0.5}] * 2)], kinds)
         == 2
     )
     assert workers_needed([demand("STRICT_PACK", *[{"CPU": 0.6}] * 2)] * 3, kinds) == 3
-    # Larger than one worker: a host may have several.
+    # The group is larger than one worker, but a host may have several workers.
     assert workers_needed([demand("STRICT_PACK", *pair, *pair)], kinds) == 2
     assert workers_needed([demand("PACK", {"CPU": 1.0}, {"CPU": 3.0})], kinds) == 0
     same_host = [worker(1, threads=2), worker(2, threads=2)]

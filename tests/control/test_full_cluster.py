@@ -37,13 +37,13 @@ def test_one_old_replica_at_a_time_makes_room_and_the_status_says_so() -> None:
     (stop,) = bench.step().actions
     assert isinstance(stop, StopReplica)
     assert message(bench).startswith(f"{NO_ROOM}; a replica needs CPU 1")
-    assert bench.step().actions == [stop]  # asked again, and no other one
+    assert bench.step().actions == [stop]  # the stop is repeated, and no other replica stops
     bench.succeed(stop)
     (start,) = bench.step().actions
     assert isinstance(start, StartReplica)
     assert start.replica.worker == stop.replica.worker
     assert message(bench) == f"{NO_ROOM}; 0 of 2 replicas are updated"
-    assert bench.step().actions == [start]  # the next one stays until this one runs
+    assert bench.step().actions == [start]  # the next old replica stays until this new one runs
     bench.succeed(start)
     (second,) = bench.step().actions
     assert isinstance(second, StopReplica)
@@ -109,7 +109,7 @@ def test_a_new_version_that_fails_costs_one_old_replica_until_it_is_rolled_back(
 
 
 def test_a_second_replica_of_a_version_that_fails_is_rolled_back_without_room() -> None:
-    """One new replica serves, the other's constructor fails: the old version takes both places again."""
+    """One new replica serves, and the other's constructor fails: the old version replaces both."""
     bench = full(2)
     goal, failures = deploy(bench, "2"), 0
     for _ in range(100):
@@ -142,7 +142,7 @@ def test_a_new_version_that_never_starts_takes_down_one_old_replica() -> None:
 
 
 @each_case("replicas", [3, 4])
-def test_what_would_not_fit_in_the_end_drains_nothing(replicas: int) -> None:
+def test_a_version_that_cannot_fit_drains_nothing(replicas: int) -> None:
     bench = full(2)
     goal = deploy(bench, "2", replicas)
     assert bench.step().actions == []
@@ -229,7 +229,7 @@ def test_an_autoscaled_backend_whose_load_needs_more_than_fits_is_updated() -> N
 
 @each_case("more", [{}, {"placement_group_bundles": [{"CPU": 2}]}])
 def test_old_replicas_whose_room_is_of_no_use_stop_although_the_load_needs_more(more: dict[str, Any]) -> None:
-    """On workers of three threads, an old replica of one stays beside a new one of two."""
+    """On workers with three threads, an old replica of one thread stays beside a new one of two threads."""
     config = {"min_replicas": 1, "max_replicas": 10, "initial_replicas": 10}
     bench = Bench([worker(each, threads=3) for each in (1, 2)])
     deploy(bench, "1", autoscaling_config=config)
@@ -308,7 +308,7 @@ def test_a_replica_whose_own_process_got_sigterm_is_replaced_before_it_stops() -
 def test_an_update_ends_and_no_more_replicas_are_missing_than_may_be(
     replicas: int, spare: int, max_surge: int, max_unavailable: int, luck: list[str]
 ) -> None:
-    """Whatever happens for a while: starts fail or hang, and workers are lost and return."""
+    """Starts fail or hang, and workers are lost and return, at random for a while."""
     bench = Bench([worker(each + 1, threads=1) for each in range(replicas + spare)])
     pace = {"max_surge": max_surge, "max_unavailable": max_unavailable}
     deploy(bench, "1", replicas, **pace)

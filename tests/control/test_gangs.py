@@ -43,7 +43,7 @@ def members(bench: Bench, *states: S) -> dict[tuple[str, ...], list[ReplicaRecor
 
 
 def check_whole(bench: Bench) -> None:
-    """Check that each gang is there as a whole, with or without workers, or ends as a whole."""
+    """Check that the replicas of each gang are all placed, all unplaced or all stopping."""
     live = members(bench, S.SHOULD_START, S.STARTING, S.RUNNING)
     for gang, found in live.items():
         assert not gang or [each.tag for each in found] == list(gang)

@@ -1,4 +1,4 @@
-"""Goals: what was asked for and is not there yet."""
+"""Goals: requested changes that are not complete yet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_failed_change_restores_the_previous_record() -> None:
 
 
 def test_a_newer_goal_completes_the_older_one() -> None:
-    """A caller that waits for the older spec must not wait forever."""
+    """A caller that waits for the older goal must not wait for ever."""
     state = state_of(backend(goal="old"), goal("old"))
     change, _ = opened(state)
     superseded = change["goal/old"]
@@ -84,7 +84,7 @@ def test_a_failed_recreation_does_not_restore_the_deleted_backend() -> None:
 
 
 def test_a_lost_goal_record_does_not_block_changes() -> None:
-    """A controller skips a corrupt record when it starts; its backend must still be changeable."""
+    """A controller skips a damaged record when it starts; the goal's backend must still accept changes."""
     change, found = opened(state_of(backend(goal="lost")))
     assert set(change) == {"goal/new", "backend/b"}
     assert found.state is GoalState.PENDING
@@ -142,7 +142,7 @@ def test_a_finished_goal_has_no_previous_record() -> None:
 
 
 def replaced_by(state: State, *wanted: BackendRecord | AppRecord) -> GoalRecord:
-    """Return the goal ``old`` after a program changed what it covers."""
+    """Return the goal ``old`` after a program has changed its backend or application."""
     change: Change = {}
     open_goal(state, change, *wanted, goal_id="new", limits=ChangeLimits(timeout_s=5.0), by="b.py")
     found = change["goal/old"]

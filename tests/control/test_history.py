@@ -105,6 +105,16 @@ async def test_a_rollback_is_a_new_revision_and_can_be_rolled_back(stage: Stage)
 
 
 @staged()
+async def test_a_rollback_to_what_already_runs_changes_nothing(stage: Stage) -> None:
+    await run(stage, "1")
+    await run(stage, "2")
+    await roll_back(stage)
+    before = await revisions(stage)
+    assert (await stage.call("rollback", app="default", revision=1, by=""))["goal"] is None
+    assert await revisions(stage) == before
+
+
+@staged()
 async def test_a_rollback_brings_back_deployments_routes_and_options(stage: Stage) -> None:
     await run(stage, "1", both={"num_replicas": 2})
     await run(stage, "2", graph={"front": ()}, route="/new")

@@ -1,4 +1,4 @@
-"""Which proxy runs where, on which port, and what follows when workers come and go."""
+"""The workers and ports of proxies, and their changes when workers join and leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.control.proxies.step import HttpStep, ProxyRules, StartProxy, Sto
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.state import State
 
-#: Two hosts, the scheduler lives on the first.
+#: Two hosts; the scheduler runs on the first.
 HEAD_1, HEAD_2 = worker(1, is_head=True), worker(2, is_head=True)
 FAR_3, FAR_4 = worker(3, host="h2"), worker(4, host="h2")
 ALL = (HEAD_1, HEAD_2, FAR_3, FAR_4)
@@ -28,7 +28,7 @@ def is_idle(taken: HttpStep) -> bool:
 
 
 class Proxies:
-    """The proxies' state machine with a cluster in the test's hand."""
+    """The proxies' state machine, on a cluster that the test controls."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ def test_a_proxy_is_written_before_it_starts() -> None:
     taken = proxies.step()
     record = ProxyRecord("head", "w1", "h1", incarnation=1, port=8000, start_id="first")
     assert (taken.change, taken.actions) == ({"proxy/head": record}, [StartProxy(record)])
-    taken = proxies.step()  # asked again until it answers
+    taken = proxies.step()  # repeated until it answers
     assert (taken.change, taken.actions) == ({}, [StartProxy(record)])
     proxies.listen(record)
     assert is_idle(proxies.step())
@@ -195,7 +195,7 @@ def test_its_replacement_on_the_same_host_keeps_the_port(location: Location, por
 
 @each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
 def test_the_port_outlives_the_loss_of_all_workers(location: Location) -> None:
-    """As in a restart of the cluster; it was found free once, and clients know it."""
+    """As in a restart of the cluster. The port was free at first, and clients know it."""
     proxies = Proxies(location, [HEAD_1], port=0)
     proxies.settle()
     (before,) = proxies.state.proxies.values()
@@ -264,7 +264,7 @@ def test_the_workers_of_a_host_share_a_port_after_the_first_has_claimed_it(port:
 
 
 def test_a_worker_that_rejoined_before_its_loss_was_observed_gets_one_new_proxy() -> None:
-    """Its address is both lost and there; neither may be taken for the other."""
+    """The same address belongs to a lost and a present worker, which must not be confused."""
     proxies = Proxies(Location.HEAD_ONLY, [HEAD_1])
     proxies.settle()
     proxies.observed.lost_workers.add("w1")
@@ -437,7 +437,7 @@ def test_the_only_proxy_moves_after_the_grace_period_and_back_when_its_host_last
         "has one"
     ]
     proxies.settle()
-    for _ in range(3):  # a worker that ends again and again
+    for _ in range(3):  # a worker that ends repeatedly
         proxies.join(HEAD_1)
         assert is_idle(proxies.step())
         proxies.now += GRACE_S / 2
@@ -573,7 +573,7 @@ def test_the_proxy_of_a_hanging_worker_moves_within_its_host_at_once_and_elsewhe
 
 
 def test_the_proxies_of_an_earlier_controller_are_found_before_others_start_beside_them() -> None:
-    """Only the first of a host expects the port to be free."""
+    """Only the first proxy of a host requires that the port is free."""
     proxies = Proxies(Location.EVERY_WORKER, [HEAD_2])
     proxies.settle()
     proxies.observed.proxies_ready.clear()

@@ -1,4 +1,4 @@
-"""Looks into replicas that end while they are looked at, or whose worker answers nothing. Fake clock."""
+"""Profiles and stacks of replicas that end meanwhile, or whose worker does not answer. Fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Isolation and environment of a backend decide where its replicas run, so they are part of its version."""
+"""Isolation and environment determine where a backend's replicas run, so they are part of its version."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from daskserve.control.records.records import GoalState
 
 
 def crowded(workers: int, **fields: Any) -> Bench:
-    """Return a bench whose workers of two threads have two replicas each, of an autoscaled deployment."""
+    """Return a bench whose workers have two threads, and two replicas of an autoscaled deployment each."""
     return full(2 * workers, threads=2, autoscaling_config=scaled_to(2 * workers), **fields)
 
 
@@ -69,7 +69,7 @@ def test_a_larger_version_that_fails_gives_the_room_back_to_all_that_were_draine
 
 
 def test_without_a_surge_one_old_replica_stops_where_the_new_one_has_room_on_another_worker() -> None:
-    """Neither old replica alone leaves room on its worker for a new one, and the other worker is empty."""
+    """Stopping one old replica makes no room on its worker for a new one; the other worker is empty."""
     bench = full(2, threads=2, max_surge=0)
     bench.observed.workers["w2"] = worker(2, threads=2)
     goal = deploy(bench, "2", num_cpus=2, max_surge=0)
@@ -83,7 +83,7 @@ def test_without_a_surge_one_old_replica_stops_where_the_new_one_has_room_on_ano
 @each_case(
     ("busy", "drained"),
     [
-        ({"small": 0, "large": 0, "other": 0}, ["other"]),  # one is fewer than two
+        ({"small": 0, "large": 0, "other": 0}, ["other"]),  # one large replica is fewer than two small ones
         ({"small": 1, "large": 3, "other": 9}, ["other"]),
     ],
 )
@@ -103,7 +103,7 @@ def test_an_idle_old_replica_too_small_to_help_is_not_drained_with_the_one_that_
 def drain(
     worker_loads: dict[str, dict[str, float]], busy: dict[str, float], num_cpus: float = 3
 ) -> list[str]:
-    """Return the old replicas, by worker and with their demand, that make room for a new one."""
+    """Return the old replicas to stop for a new one, given all by worker with their demand."""
     bench = Bench([worker(number + 1, threads=3) for number in range(len(worker_loads))])
     deploy(bench, "2", 1, num_cpus=num_cpus)
     old = [

@@ -1,4 +1,4 @@
-"""Live metrics: rates are differences of totals, of what has reported lately, while somebody watches."""
+"""Live metrics, while a client watches: rates are differences of recently reported totals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_calls_are_edges_from_callers_to_the_backends_of_an_endpoint() -> None:
     for at, begun in ((10.0, 100), (11.0, 120)):
         live.router("r1", {"calls": [["a", "e", begun, begun // 10]], "queued": {}}, at)
         live.proxy("p", sample(begun, endpoints={"a": [begun, 0]}), at)
-    # A call that a router counts for the first time began at 0.
+    # If a router counts a pair for the first time, its total before was 0.
     live.router("r2", {"calls": [], "queued": {}}, 10.0)
     live.router("r2", {"calls": [["a", "e", 5, 0]], "queued": {}}, 11.0)
     shares = {"e": {"b": 0.75, "c": 0.25}, "a": {"a": 1.0}}
@@ -97,13 +97,13 @@ def test_reports_in_quick_succession_make_no_rates_of_their_own() -> None:
         meter.take({"": Counts(requests)}, at)
     assert meter.rates is not None
     assert meter.rates[""].requests_per_s == 10
-    meter.take({"": Counts(3)}, 12.0)  # what counts has begun again
+    meter.take({"": Counts(3)}, 12.0)  # the counter has restarted
     assert meter.rates[""].requests_per_s == 0
     meter.take({"": Counts(9)}, 12.1 + STALE_S)
     assert meter.rates is None
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_metrics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     live = LiveMetrics()
     calls = [["", f"e{number}", 1, 0] for number in range(MAX_CALLS + 5)]
     live.router("r", {"calls": calls, "queued": {}}, 10.0)
@@ -151,7 +151,7 @@ async def test_replicas_are_asked_and_routers_notified_while_a_client_reads(stag
     assert await stage.published(LIVE_METRICS) is True
     begun = len(asked)
     await stage.call("live_metrics")
-    await stage.call("live_metrics")  # of the same moment
+    await stage.call("live_metrics")  # metrics of the same moment
     await stage.clock.sleep(WATCHED_S + 5)
     assert begun < len(asked) <= begun + WATCHED_S + 2
     assert await stage.published(LIVE_METRICS) is None

@@ -1,4 +1,4 @@
-"""Levels of load: what goes stale, and what samples are made of."""
+"""Reported loads: when they are stale, and how samples are computed from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_request_that_is_on_its_way_counts_as_running() -> None:
     assert loads.sample("b", ["b#1"], 10.0).ongoing == 8.0
 
 
-def test_what_a_replica_did_before_it_was_first_asked_is_no_rate() -> None:
+def test_requests_before_the_first_report_do_not_count_in_the_rate() -> None:
     loads = Loads()
     loads.answered("b", "b#1", {"ongoing": 0, "ended": 1000}, 10.0)
     assert loads.sample("b", ["b#1"], 10.5).rate == 0.0

@@ -70,7 +70,7 @@ def test_a_text_that_is_no_cursor_is_refused(wrong: str) -> None:
 
 
 @staged(workers=2)
-async def test_what_cannot_be_asked_of_the_logs_is_refused(stage: Stage) -> None:
+async def test_invalid_log_queries_are_refused(stage: Stage) -> None:
     for asked, message in (
         ({"level": "LOUD"}, "level='LOUD' is not a level of logging"),
         ({"limit": 0}, "limit=0 must be from 1 to 10000"),

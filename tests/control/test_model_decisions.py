@@ -1,4 +1,4 @@
-"""What is decided about the models of a deployment, from what is in its folder and what replicas have."""
+"""Decisions about a deployment's models, given its folder and the models that replicas have loaded."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_first_replica_that_cannot_load_a_version_ends_the_attempt() -> None
     assert text_of(None, "it cannot be read") == "it cannot be read"
 
 
-def test_what_is_unloaded_hands_over_its_default() -> None:
+def test_an_unloaded_version_passes_the_default_on() -> None:
     record = ready("9", "10")
     assert unloaded(record, "m", "10").defaults == {"m": "9"}
     assert unloaded(record, "m", "9").defaults == {"m": "10"}
@@ -111,7 +111,7 @@ def test_the_newest_versions_of_a_folder_replace_older_ones() -> None:
     assert set(states(polled(EMPTY, folder("1", "2", "3"), 2))) == {"2", "3"}
 
 
-def test_what_replicas_have_loaded_in_their_starts_is_kept() -> None:
+def test_versions_that_replicas_loaded_during_their_start_are_kept() -> None:
     reports = {"r": report("1", default="1"), "s": report("1", default="1")}
     record = settled(adopted(EMPTY, reports), reports, 1)
     assert (states(record), record.defaults) == ({"1": "READY"}, {"m": "1"})
@@ -136,7 +136,7 @@ def test_a_replica_is_called_until_its_models_are_as_configured(found: Any, expe
 
 
 def rolling(*versions: str) -> ModelsRecord:
-    """Return a record whose first version is the default one, and the last one rolls out beside it."""
+    """Return a record whose first version is the default, with a rollout of the last version."""
     record = ready(versions[0])
     for number, version in enumerate(versions[1:], 2):
         record = loaded(record, "m", version, is_next=True, rolls_out=True)
@@ -162,7 +162,7 @@ def test_a_rollout_of_a_model_begins_beside_the_default_version() -> None:
 
 
 def test_a_rollout_of_a_model_ends_with_what_happens_to_its_versions() -> None:
-    """What was changed, the plan, and then: the states, the default version, and how the rollout ended."""
+    """The cases have a change and a plan, then the states, the default version and the end of the rollout."""
     before = rolling("1", "2")
     failed = settled(before, {"r": report("1", errors={"m/2": (2, "no")})}, None, rolls_out=True)
     cases: list[tuple[ModelsRecord, RolloutConfig | None, dict[str, str], str, tuple[str, str, str]]] = [
@@ -234,7 +234,7 @@ def test_a_third_version_of_a_model_takes_the_place_of_the_new_one() -> None:
     assert followed(unloaded(record, "m", None), PLAN, None, 7.0).rollouts == {}
 
 
-def test_what_is_asked_for_again_is_loaded_once() -> None:
+def test_a_repeated_load_request_loads_once() -> None:
     record = loaded(ready("1"), "m", "2", is_next=True)
     assert states(loaded(ready("1"), "m", "1", is_next=True)) == {"1": "READY"}
     assert loaded(ready("1"), "m", "1", is_next=True).attempts == 1

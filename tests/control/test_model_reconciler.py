@@ -15,7 +15,7 @@ from daskserve.errors import NotFoundError
 
 
 @staged()
-async def test_what_was_read_for_a_deleted_backend_is_not_for_the_next_one_of_its_name(stage: Stage) -> None:
+async def test_a_folder_read_for_a_deleted_backend_is_not_used_for_the_next_of_its_name(stage: Stage) -> None:
     answers = asyncio.Event()
     read: list[str] = []
 

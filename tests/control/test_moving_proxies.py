@@ -60,7 +60,7 @@ async def test_a_retiring_worker_is_in_use_until_the_requests_of_its_proxy_have_
 
 @each_case("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
 @staged(http=http(), workers=4)
-async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_that_goes_on(
+async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_that_continues(
     stage: Stage, delay_s: float
 ) -> None:
     stage.drain_s = 3.0
@@ -79,7 +79,7 @@ async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_th
 
 
 def two_hosts(stage: Stage) -> tuple[WorkerAddress, WorkerAddress]:
-    """Give the only worker another one on another host; return both."""
+    """Add a worker on another host; return both workers."""
     (home,) = [each.address for each in stage.cluster.workers()]
     away = stage.cluster.add_worker(host="10.0.0.2", is_head=False).address
     return home, away

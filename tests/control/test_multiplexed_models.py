@@ -1,4 +1,4 @@
-"""What the controller keeps and publishes of multiplexed models."""
+"""The controller's records and publications about multiplexed models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_routers_get_what_has_changed_and_only_that() -> None:
     assert known.take_changes() == {
         "models/app/d": {"app/d#1": {"loaded": ["a"], "coming": ["b"], "capacity": 3}}
     }
-    # The order tells only which was used last.
+    # The order only shows which model was used last.
     assert not known.learn("app/d", "app/d#1", facts(b="loading", a="loaded"))
     assert known.take_changes() == {}
     assert known.learn("app/d", "app/d#1", facts(b="loaded", a="loaded"))

@@ -19,9 +19,10 @@ from daskserve.common.clock import LoopClock
 
 STORES = sorted((Path(__file__).parent / "old_stores").glob("*.gz"))
 FACTORIES = load_factories()
-#: The backends of the first version, with the replicas that each has.
+#: The backends of the first version, with the number of their replicas.
 CLASSIC = {"text": 2, "placed": 1, "named": 1}
-#: Its change was under way; and one that has no room here, because a process takes seconds to start.
+#: A backend whose change was in progress, and one without room here, because a process takes seconds to
+#: start.
 WAITING = {"waiting", "isolated"}
 
 
@@ -68,7 +69,7 @@ async def check(client: AsyncClient) -> None:
         ):
             await asyncio.sleep(0.01)
             status = await client.status()
-    # What was under way is still under way, and can be given up.
+    # The change in progress is still in progress, and can be cancelled.
     assert [each.backend for each in status.goals if each.state == "PENDING"] == ["waiting"]
     await client.delete_backend("waiting")
     assert (await client.get_backend_config("isolated")).isolation == "process"
@@ -77,7 +78,7 @@ async def check(client: AsyncClient) -> None:
     assert (await client.get_backend_config("placed")).max_concurrent_queries == 3
     for name in status.endpoints:
         assert isinstance(await (await client.get_handle(name)).remote("x"), str)
-    # The same version again restarts nothing; another one replaces it.
+    # Deploying the same version restarts nothing; another version replaces it.
     before = {each.name for each in status.replicas("named")}
     assert await client.deploy("named", "builtins.repr", version="2") is False
     assert {each.name for each in (await client.status()).replicas("named")} == before

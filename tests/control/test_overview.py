@@ -1,4 +1,4 @@
-"""What the page is told of an instance: all at first, then what changes, at a bounded cost. Fake clock."""
+"""The updates for the page: first everything, then changes, at a bounded cost. Fake clock."""
 
 from __future__ import annotations
 

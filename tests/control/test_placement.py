@@ -1,4 +1,4 @@
-"""Which worker gets a replica, and what is said when none does."""
+"""The worker that gets a replica, and the message if none has room."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import WorkerInfo
+from daskserve.control.observed.observed import Notes, Observed
 from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import (
@@ -52,13 +53,22 @@ def test_room_is_what_is_declared_less_what_is_used() -> None:
     assert place(state, [worker(1)], Demand("b", ({"license": 1.0},))) is None
 
 
-def test_what_tasks_hold_is_not_free() -> None:
+def test_resources_that_tasks_hold_are_not_free() -> None:
     gpu = Demand("b", ({"GPU": 1.0},))
     there = worker(resources={"GPU": 2.0}, taken_by_tasks={"GPU": 1.0})
     assert place(State(), [there], gpu) == ("w1",)
     state = state_of(replica("b#1", demand={"GPU": 1.0}))
     assert place(state, [there], gpu) is None
     assert "GPU 1 (most free on one worker: 0)" in explain(state, [there], gpu)
+
+
+def test_a_report_of_what_tasks_hold_is_noted_for_each_worker() -> None:
+    observed = Observed()
+    observed.workers = {each.address: each for each in (worker(1), worker(2))}
+    observed.notes["waits"] = Notes(waiting="no room")
+    observed.notes["runs"] = Notes()
+    assert observed.note_taken({"w1": {"GPU": 1.0}, "w2": {"GPU": 2.0}, "gone": {}}) == ["waits"]
+    assert [each.taken_by_tasks for each in observed.workers.values()] == [{"GPU": 1.0}, {"GPU": 2.0}]
 
 
 def test_waiting_replicas_claim_what_tasks_hold() -> None:
@@ -105,7 +115,7 @@ def test_the_scheduler_hears_of_whole_threads_and_of_resources() -> None:
 
 @each_case("full", [1, 2])
 def test_replicas_spread_even_if_the_other_worker_is_busier(full: int) -> None:
-    """Two replicas of one backend side by side are worth less than the company of strangers."""
+    """A worker with replicas of other backends is better than one with a replica of the same backend."""
     other = 3 - full
     state = state_of(
         replica("b#1", worker=f"w{full}"),
@@ -185,7 +195,7 @@ def test_the_answer_does_not_depend_on_the_order_of_workers() -> None:
 def test_no_worker_with_room_is_better_than_the_one_that_is_found(
     loads: list[tuple[int, int, int]], avoided: set[int], is_packed: bool, most_per_host: int | None
 ) -> None:
-    """The search ends early. Each load is of one worker: threads, replicas of others, and of the backend."""
+    """The search ends early. A load is a worker's threads, its other replicas, and those of the backend."""
     workers = [
         worker(n, threads=threads, host=f"h{n % 3}", is_available=others != 4)
         for n, (threads, others, _) in enumerate(loads, 1)
@@ -243,9 +253,9 @@ def test_waiting_replicas_need_as_many_workers_as_they_fill() -> None:
     kinds = [worker(1, threads=2), worker(2, threads=2)]
     assert workers_needed([], kinds) == 0
     assert workers_needed([ONE] * 5, kinds) == 3
-    # A thread and a half each: one to a worker, though two would have threads enough.
+    # Each needs a thread and a half, so each worker gets one, although the total would suffice for two.
     assert workers_needed([Demand("b", ({"CPU": 1.5},))] * 3, kinds) == 3
-    # Threads there are plenty of, memory there is not.
+    # There are enough threads, but not enough memory.
     assert workers_needed([Demand("b", ({"CPU": 0.1, "memory": 0.6 * (1 << 30)},))] * 4, kinds) == 4
 
 
@@ -287,7 +297,7 @@ def test_replicas_spread_over_hosts_before_a_host_gets_two() -> None:
         ([], "w1"),
         ([replica("b#1", worker="w2")], "w2"),
         ([replica("other#1", worker="w3")], "w3"),
-        # Another worker of the same host, once the first is full.
+        # Once the first worker is full, another worker of the same host.
         ([replica("b#1", worker="w1", demand={"CPU": 4.0}), replica("other#1", worker="w3")], "w2"),
     ],
 )

@@ -165,14 +165,14 @@ def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     check_room(bench)
 
 
-def test_what_a_worker_takes_with_it_is_free_for_others_once_the_replica_has_ended() -> None:
+def test_resources_of_a_lost_replica_are_free_once_it_has_ended() -> None:
     bench = Bench(apart(2))
     deploy(bench, strategy="STRICT_SPREAD")
     bench.settle()
     (old,) = bench.state.replicas_of("b")
     lose(bench, str(old.worker))
     bench.step()
-    # The record is gone at once, and so is what it had on the other worker.
+    # The record and its reservation on the other worker are removed at once.
     assert bench.state.used(old.bundle_workers[1]) == {}
 
 
@@ -204,7 +204,7 @@ def test_reservations_outlive_the_controller() -> None:
     assert not corrupt
     assert state.replicas_of("b") == bench.state.replicas_of("b")
     assert [state.used(at) for at in ("w1", "w2")] == [bench.state.used(at) for at in ("w1", "w2")]
-    # A new controller that has not seen the other worker yet finds that it is in use.
+    # A new controller knows that the other worker is in use before it has seen that worker.
     assert state.workers_in_use() == {"w1", "w2"}
 
 
@@ -340,7 +340,7 @@ EVENTS = st.sampled_from(["all", "one", "nothing", "lose", "return", "retire", "
     strategies=st.lists(st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD", ""]), min_size=1),
     events=st.lists(st.tuples(EVENTS, st.integers(0, 4)), max_size=30),
 )
-def test_whatever_happens_no_worker_is_over_committed(
+def test_no_sequence_of_changes_overcommits_a_worker(
     strategies: list[str], events: list[tuple[str, int]]
 ) -> None:
     bench = Bench(apart(3, threads=4))
@@ -382,7 +382,7 @@ def test_whatever_happens_no_worker_is_over_committed(
 
 
 def forget_lost(bench: Bench) -> None:
-    """Do what the reconciler does after each of its steps."""
+    """Forget lost workers, as the reconciler does after each step."""
     bench.observed.lost_workers &= bench.state.workers_in_use()
 
 
@@ -416,7 +416,7 @@ def test_a_replica_with_a_bundle_on_a_retiring_worker_is_on_its_way() -> None:
     state = state_of(member, app, first, second)
     found = application_status(state, observed, app, 0.0)
     assert found["deployments"]["b"]["replica_states"]["PENDING_MIGRATION"] == 1
-    # While it is there, no rank is too high.
+    # While this replica exists, no rank is too high.
     assert ranks_to_change(member, [first, second], observed) == []
 
 

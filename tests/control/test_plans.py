@@ -1,4 +1,4 @@
-"""Plans: what a configuration would change, and at what cost. Pure."""
+"""Plans: the changes that a configuration would make, and their effects."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def deployed(*specs: ApplicationSpec) -> State:
 def planned(
     state: State, *specs: ApplicationSpec | str, merges: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Return the plan of some applications; a text is why ``shop`` cannot be built."""
+    """Return the plan of some applications; a string is the reason why ``shop`` cannot be built."""
     built = {"shop" if isinstance(each, str) else each.name: each for each in specs}
     apps = {name: plan.planned(state, name, each) for name, each in built.items()}
     return plan.completed(state, instance_config(*map(config, built), **options), apps, merges=merges)
 
 
-def test_what_is_deployed_already_is_unchanged() -> None:
+def test_a_deployed_specification_is_unchanged() -> None:
     found = planned(deployed(spec()), spec())
     assert not found["has_changes"]
     assert found["applications"]["shop"]["action"] == "unchanged"
@@ -124,7 +124,7 @@ def test_applications_and_deployments_that_are_new_or_go_and_a_route_that_moves(
     assert (list(merged["applications"]), merged["options"]) == (["news"], [])
 
 
-def test_what_cannot_be_built_or_deployed_is_a_fault_and_no_change() -> None:
+def test_a_failed_build_or_deploy_is_a_fault_and_no_change() -> None:
     state = deployed(spec())
     found = planned(state, "it is broken")
     assert (found["has_changes"], found["has_faults"]) == (False, True)

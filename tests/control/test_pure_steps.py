@@ -1,4 +1,4 @@
-"""Deciding changes nothing: the same inputs give the same answer, and stay as they are."""
+"""Steps are pure: the same inputs give the same result, and are not changed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def states(draw: st.DrawFn) -> State:
 
 @st.composite
 def observations(draw: st.DrawFn) -> Observed:
-    """Return anything that may have been seen of that backend, consistent or not."""
+    """Return any observations of that backend, consistent or not."""
     observed = Observed(
         workers={each: worker(int(each[1]), is_retiring=draw(st.booleans())) for each in draw(some_workers)},
         lost_workers=draw(some_workers),
@@ -158,7 +158,7 @@ def test_a_step_of_the_proxies_is_repeatable_and_changes_nothing(
 
 
 def failing(bench: Bench) -> None:
-    """Have a backend that ran have one replica whose constructor raised, outside any goal."""
+    """Let the constructor of a running backend's replica fail, outside of any change."""
     bench.create(num_replicas=1)
     bench.settle()
     bench.observed.failed[bench.tags()[0]] = BOOM
@@ -190,7 +190,7 @@ def test_an_answer_that_came_during_the_commit_is_not_forgotten() -> None:
 
 
 def test_a_store_that_refuses_commits_makes_one_failure_count_once() -> None:
-    """The pause after one failed constructor is 0.5 s, though eight commits failed meanwhile."""
+    """The pause after one failed constructor is 0.5 s, although eight commits failed meanwhile."""
     starts: list[float] = []
 
     async def scenario(stage: Stage) -> None:
@@ -212,8 +212,8 @@ def test_a_store_that_refuses_commits_makes_one_failure_count_once() -> None:
     assert starts[1] - starts[0] < 8 * 0.2 + START_RETRY_S + 0.2
 
 
-def test_what_follows_a_change_holds_if_the_store_has_it_after_all() -> None:
-    """The answer of the store is lost: once the records are read again, the change is as if confirmed."""
+def test_later_steps_hold_if_the_store_has_an_unconfirmed_change() -> None:
+    """The store's answer is lost. Once the records are read again, the change counts as confirmed."""
 
     class Unheard(MemoryStore):
         async def commit(self, epoch: int, change: StoreChange) -> None:

@@ -1,4 +1,4 @@
-"""Ranks: different while replicas come and go, the same while a replica lives, without gaps at rest."""
+"""Ranks: always unique, the same for a replica's life, and without gaps once changes are complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks(bench: Bench) -> list[int]:
 
 
 def take(bench: Bench) -> None:
-    """Let every replica answer as a real one does: with the rank it was given."""
+    """Let every replica answer like a real one, with its assigned rank."""
     for action in bench.step().actions:
         tag = action.replica.tag
         if isinstance(action, StartReplica | ReconfigureReplica):
@@ -78,14 +78,14 @@ def test_scaling_down_closes_gaps_notifies_the_moved_replicas_and_ends_when_they
     bench = Bench(WORKERS[:1])
     bench.create(num_replicas=3)
     rest(bench)
-    for each in placed(bench)[1:]:  # the first one has nothing to do, so it stops
+    for each in placed(bench)[1:]:  # the first replica has no requests, so it stops
         busy = {"ongoing": 5, "ended": 0, "latency_counts": []}
         bench.observed.loads.answered("b", each.tag, busy, bench.now)
     goal = bench.update(num_replicas=2)
     bench.step()
     assert ranks(bench) == [1, 0]
     received = [each for each in bench.last.actions if isinstance(each, ReconfigureReplica)]
-    assert len(received) == 2  # both learn that there are two
+    assert len(received) == 2  # both are notified that there are two
     for action in bench.last.actions:
         if action not in received:
             bench.succeed(action)
@@ -113,7 +113,7 @@ def test_a_lost_message_or_a_new_controller_repeats_what_a_replica_does_not_know
     bench.create(num_replicas=2)
     rest(bench)
     tag = placed(bench)[0].tag
-    del bench.observed.rank_infos[tag]  # a new controller knows nothing, and asks before it tells
+    del bench.observed.rank_infos[tag]  # a new controller knows no ranks, and queries them first
     assert bench.step().actions == []
     bench.observed.rank_infos[tag] = (7, 0, 0, 9)
     (action,) = bench.step().actions
@@ -175,7 +175,7 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
 
 
 def test_two_records_of_one_rank_are_distinguished() -> None:
-    """Records of an older version have no ranks, and a broken store may hold anything."""
+    """Records of an older version have no ranks, and a damaged store may contain anything."""
     base = ReplicaRecord("b#1", "b", "v", "c", S.RUNNING, {}, "w1", 1)
     records = [base, ReplicaRecord("b#2", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0))]
     records.append(ReplicaRecord("b#3", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0)))

@@ -1,4 +1,4 @@
-"""Which backends should run, so that an instance without a replica of them is not ready."""
+"""Which backends must have a running replica for the instance to be ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop under fire: crashes between writing and acting, a store out of reach, workers that vanish."""
+"""The reconcile loop under failures: crashes between write and action, an unreachable store, lost workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.common.types import Location, ReplicaState
 from daskserve.control.observed.watch import MISSES
-from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
+from daskserve.control.reconcile import ACTION_RETRY_S, LOG_S, TICK_S
 from daskserve.control.records.records import BackendRecord, CodeRecord, ReplicaRecord
 from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
@@ -35,7 +35,7 @@ from daskserve.testing import run_virtual
 
 
 async def live(stage: Stage) -> None:
-    """Everything a client does with a backend, each call waited for."""
+    """Make all calls that a client makes about a backend, one after the other."""
     await stage.create(num_replicas=2, version="1", user_config=b"one")
     await stage.endpoint()
     await stage.update(user_config=b"two")
@@ -54,7 +54,7 @@ CRASHES = range(2, 35)
 
 @each_case("crash_at", CRASHES)
 def test_changes_complete_wherever_the_controller_dies(crash_at: int) -> None:
-    """It is killed after each commit in turn, before it can act on it, tell of it or answer."""
+    """It is killed after each commit in turn, before it can act, notify listeners or answer."""
 
     async def main() -> None:
         store = CrashingStore(crash_at)
@@ -97,7 +97,7 @@ async def test_a_new_controller_adopts_what_runs_and_restarts_nothing(stage: Sta
     assert (await stage.cluster.program.controller()).worker not in stage.replica_workers()
     before, routes = await stage.published("backend/b"), await stage.published("routes")
     await stage.crash_controller()
-    # Nothing shrinks, not even for a moment.
+    # The number of replicas never falls, not even for a moment.
     assert await stage.published("backend/b") == before
     assert await stage.published("routes") == routes
     await stage.clock.sleep(60)
@@ -185,21 +185,25 @@ async def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again(sta
 
 
 @staged(workers=4)
-async def test_serving_goes_on_while_the_store_is_out_of_reach(stage: Stage) -> None:
+async def test_serving_continues_while_the_store_is_out_of_reach(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     await stage.create(num_replicas=2)
     before = await stage.published("backend/b")
     stage.store.failures = 10**6
     lost = next(iter(stage.running.values()))
     stage.cluster.remove_worker(lost.worker)
-    await stage.clock.sleep(30)
+    await stage.clock.sleep(LOG_S)
     assert await stage.published("backend/b") == before
+    said = [each.args[0] for each in caplog.records if "A control step of" in each.msg and each.args]
+    assert said.count("backend 'b'") in (1, 2), "not one line per attempt"
     stage.store.failures = 0
     await stage.until(lambda: len(stage.running_of("b")) == 2 and len(stage.started) == 3, timeout_s=1)
     await stage.until(lambda: lost.tag not in {key[8:] for key in stage.stored("replica")})
 
 
 def test_a_worker_that_comes_back_while_its_loss_cannot_be_written_is_lost_once() -> None:
-    """Its address is there again before the records of what it held could be removed."""
+    """The worker's address returns before the records of its lost actors could be removed."""
 
     async def scenario(stage: Stage) -> None:
         await stage.create(actor_options={"num_gpus": 1}, timeout_s=60.0)
@@ -228,7 +232,7 @@ def test_a_worker_that_comes_back_while_its_loss_cannot_be_written_is_lost_once(
 
 
 def poisoned_records() -> Mapping[str, bytes]:
-    """Return a backend that no step can make sense of, under a tag that comes before all others."""
+    """Return an invalid backend, for which each step fails, under a tag that sorts before all others."""
     records = (
         backend("a"),
         replica("a#1", ReplicaState.SHOULD_START, demand={"CPU": "many"}),
@@ -324,7 +328,7 @@ async def test_a_worker_that_cannot_be_reached_is_asked_again_and_is_no_failed_c
 
 
 def break_looks(process: LocalProcess, refused: dict[str, int]) -> None:
-    """Fail the first looks of a process at each of the given workers, and count them."""
+    """Let the first queries of a process to each given worker fail, and count them."""
     inspect = process.inspect
 
     async def broken(
@@ -342,7 +346,7 @@ def break_looks(process: LocalProcess, refused: dict[str, int]) -> None:
 async def test_a_running_replica_that_cannot_be_reached_by_a_new_controller_stays_published(
     stage: Stage,
 ) -> None:
-    """It is not known to be dead, so no replica set shrinks."""
+    """The replica is not known to be dead, so no replica set loses it."""
     await stage.create(num_replicas=2)
     before = await stage.published("backend/b")
     holders = {each.worker for each in stage.running_of("b")}
@@ -391,7 +395,7 @@ async def test_a_replica_that_cannot_be_stopped_is_asked_again(stage: Stage) -> 
     while not deleting.done():
         await stage.clock.sleep(0.01)
         if len(tries) < 4:
-            entries.setdefault(name, held)  # a Host forgets even what it failed to stop
+            entries.setdefault(name, held)  # a Host removes an actor even if its stop fails
     await deleting
     assert len(tries) == 4
     assert min(after - before for before, after in itertools.pairwise(tries)) >= ACTION_RETRY_S
@@ -457,7 +461,7 @@ async def test_a_reconfiguration_that_fails_is_rolled_back_everywhere(stage: Sta
     await stage.clock.sleep(10)
     assert {each.user_config for each in stage.running_of("b")} == {b"one"}
     assert len(stage.running) == 3
-    # It rejects the rollback too, so it is replaced.
+    # The replica rejects the rollback, too, so it is replaced.
     assert victim not in stage.running
     assert len(stage.started) == 4
 
@@ -468,7 +472,7 @@ async def test_a_replica_that_refuses_every_config_is_replaced_and_not_asked_for
     both = set(stage.running)
 
     async def refuse(replica: ScriptedReplica) -> None:
-        if stage.reconfigured.index(replica.tag) > 0:  # the second one
+        if stage.reconfigured.index(replica.tag) > 0:  # the second replica
             raise ReplicaStartError("not with me")
         if stage.reconfigured.count(replica.tag) > 1:
             raise ReplicaStartError("I will not go back")
@@ -517,7 +521,7 @@ async def test_an_unreachable_replica_is_reconfigured_again_after_a_pause(stage:
 
 
 class TextlessError(Exception):
-    """Its text cannot be made, as that of any class of a user."""
+    """Its text cannot be created, as may be with any user's class."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -598,7 +602,7 @@ async def test_an_instance_at_rest_writes_starts_and_publishes_nothing(stage: St
 
 
 @staged()
-async def test_what_is_stored_is_plain_and_says_its_format(stage: Stage) -> None:
+async def test_stored_records_are_plain_and_have_a_format_number(stage: Stage) -> None:
     await stage.create()
     stored = {key: msgpack.unpackb(data) for key, data in stage.store.data.items()}
     assert {each["format"] for each in stored.values()} == {1}

@@ -1,4 +1,4 @@
-"""The ids of configs: what differs between two of them, and whether they are one."""
+"""The ids of configs: the differences between two of them, and whether they mean the same config."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_an_id_says_whether_user_code_has_to_be_called() -> None:
 
 
 def test_ids_of_earlier_releases_are_recognized() -> None:
-    """They have no part of their own for the user's config."""
+    """They have no separate part for the user's config."""
     old = identity(b"a").partition("-")[0]
     assert is_same(old, identity(b"a"))
     assert is_same(identity(b"a"), old)
     assert not is_same(old, identity(b"b"))
     assert not is_same(identity(b"a"), identity(b"b"))
     assert not is_same(UNKNOWN_CONFIG, identity(b"a"))
-    assert in_doubt(old, identity(b"a", 5)) == UNKNOWN_CONFIG  # what it was told is not known
+    assert in_doubt(old, identity(b"a", 5)) == UNKNOWN_CONFIG  # which config it was sent is unknown

@@ -170,7 +170,7 @@ def fields(**changes: Any) -> bytes:
         ("unknown/b", encode(backend())),
     ],
 )
-def test_what_cannot_be_read_is_named(key: str, data: bytes) -> None:
+def test_unreadable_records_are_named(key: str, data: bytes) -> None:
     with pytest.raises(CorruptRecordError, match=f"Record '{key}' cannot be read"):
         decode(key, data)
 
@@ -198,7 +198,7 @@ def test_a_field_that_an_older_version_did_not_write_has_its_default() -> None:
 
 @each_case("is_new", [True, False])
 def test_a_goal_of_an_earlier_version_covers_its_backend(is_new: bool) -> None:
-    """Such goals had one backend each, its record before the change, and its endpoint's."""
+    """Such a goal has one backend, and the records of the backend and its endpoint before the change."""
     before, route = backend(num_replicas=2), endpoint("b", "/b")
     old = {
         "goal_id": "g",

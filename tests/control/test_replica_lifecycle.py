@@ -17,7 +17,7 @@ from daskserve.control.observed.lifecycle import (
     move,
 )
 
-# Written out once more, from the words of the design: a slip in the table must not pass unseen.
+# The transitions are repeated here, as the design states them, to find mistakes in the table.
 ALLOWED = {
     "SHOULD_START": {"placed": "STARTING", "withdrawn": "STOPPED"},
     "STARTING": {"started": "RUNNING", "failed": "STOPPED", "unwanted": "SHOULD_STOP", "lost": "STOPPED"},
@@ -60,7 +60,7 @@ def test_a_move_takes_other_changes_along() -> None:
     assert waiting.worker is None
 
 
-def test_what_is_wanted_is_what_may_be_given_up() -> None:
+def test_only_wanted_replicas_are_in_the_stop_order() -> None:
     assert set(STOP_ORDER) == WANTED_STATES
     assert STOP_ORDER == (ReplicaState.SHOULD_START, ReplicaState.STARTING, ReplicaState.RUNNING)
 

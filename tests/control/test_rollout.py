@@ -1,4 +1,4 @@
-"""Rolling to another version or number: what is safe at every step, and that it comes to an end."""
+"""Rollouts to another version or number of replicas: each step is safe, and the rollout ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serving(replicas: list[ReplicaRecord]) -> int:
 
 
 def take(replicas: list[ReplicaRecord], steps: Steps, version: str, mark: str) -> list[ReplicaRecord]:
-    """Apply the steps: stopped replicas are gone, new ones exist but do not run yet."""
+    """Apply the steps: stopped replicas are removed; new ones exist, but do not run yet."""
     stopped = {each.tag for each in steps.stop}
     fresh = [replica(f"b#{mark}-{number}", S.SHOULD_START, version=version) for number in range(steps.start)]
     return [each for each in replicas if each.tag not in stopped] + fresh
@@ -67,7 +67,7 @@ def test_no_step_goes_below_what_must_run_or_above_the_surge(
 def test_it_converges_whatever_happens_on_the_way(
     wanted: int, replicas: list[ReplicaRecord], pace: tuple[int, int], luck: list[str]
 ) -> None:
-    """Starts fail and workers are lost for a while; when that ends, what is wanted runs and nothing else."""
+    """Starts fail and workers are lost for a while. Afterwards exactly the wanted replicas run."""
     surge, missing = pace
     bound = max(wanted + surge, len(live(replicas)))
     for turn in range(len(luck) + 3 * (wanted + len(replicas) + 2)):
@@ -120,7 +120,7 @@ def test_replicas_on_their_way_out_count_for_nothing() -> None:
 
 
 def test_scaling_down_in_the_middle_of_a_rollout_keeps_what_serves() -> None:
-    """Two new ones start while one old one serves; with one wanted, the old one must stay until one runs."""
+    """Two replicas start while an old one serves. If one is wanted, the old one stays until one runs."""
     old, new = some("v1", S.RUNNING), some("v2", S.STARTING, S.STARTING)
     steps = next_steps(1, "v2", [*old, *new])
     assert steps == Steps(0, (new[1],))
@@ -148,7 +148,7 @@ def test_where_workers_are_given_back_the_emptiest_are_emptied_first() -> None:
     assert stopped(2, replicas, criteria) == ["b#1", "b#0", "b#4"]
 
 
-def test_what_does_not_run_yet_goes_before_what_serves_wherever_it_is() -> None:
+def test_starting_replicas_stop_before_running_ones_on_any_worker() -> None:
     replicas = [*spread("w1", "w1"), replica("b#9", S.STARTING, worker="w2")]
     assert stopped(2, replicas, EvictionCriteria()) == ["b#9"]
 
@@ -187,7 +187,7 @@ def test_as_many_old_replicas_stop_first_as_may_be_missing() -> None:
     replicas = some("v1", *[S.RUNNING] * 5)
     steps = next_steps(5, "v2", replicas, max_surge=0, max_unavailable=2)
     assert (steps.start, steps.stop) == (2, tuple(replicas[:2]))
-    # What starts does not serve yet, so no other one stops.
+    # The starting replica does not serve yet, so no other replica stops.
     assert next_steps(5, "v2", take(replicas, steps, "v2", "new"), max_surge=0, max_unavailable=2) == Steps(
         0, ()
     )

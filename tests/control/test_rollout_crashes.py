@@ -15,7 +15,7 @@ PLAN = {"steps": ["10%", "100%"], "pause_s": 2, "min_requests": 50, "gates": [{"
 
 
 async def answer(stage: Stage, failed: int, seen: list[Any]) -> None:
-    """Report the requests of both versions, as a router does that outlives the controllers."""
+    """Report the requests of both versions, like a router that outlives the controllers."""
     key, new, old = "", 0, 0
     while True:
         await asyncio.sleep(0.5)
@@ -36,7 +36,7 @@ async def answer(stage: Stage, failed: int, seen: list[Any]) -> None:
 
 
 def rolled_out(crash_at: int, failed: int) -> tuple[int, list[str], list[Any]]:
-    """Roll version 2 out beside version 1; return the commits, what runs in the end, and the steps seen."""
+    """Roll version 2 out beside version 1; return the commits, the final versions, and the observed steps."""
     store, seen, running = CrashingStore(crash_at), [], []
 
     async def scenario(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts: two versions side by side, step by step, and what ends them. Without a cluster."""
+"""Rollouts without a cluster: two versions side by side, step by step, and the ends of rollouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from daskserve.options.rollout import Gate, RolloutConfig
 from daskserve.payload.packed_errors import load_error
 from daskserve.testing import run_virtual
 
-#: A plan whose steps need no more requests than it says.
+#: A plan whose steps need only ``min_requests`` requests.
 PLAN: Mapping[str, Any] = {
     "steps": ["10%", "50%", "100%"],
     "pause_s": 30,
@@ -213,7 +213,7 @@ def test_a_number_that_an_operator_sets_meanwhile_is_that_of_both_versions_and_s
     assert bench.running() == {"1": 10, "3": 1}, "the new version begins with the number of its options"
 
 
-def test_what_replicas_of_both_versions_report_is_taken_note_of_once() -> None:
+def test_reports_of_replicas_of_both_versions_are_handled_once() -> None:
     bench = RolloutBench()
     tags = {each.version: each.tag for each in bench.state.replicas_of("b")}
     bench.observed.configured.update(dict.fromkeys(tags.values(), "c"))
@@ -239,7 +239,7 @@ def test_requests_do_not_wait_for_a_version_without_replicas() -> None:
 
 
 def event_of(bench: RolloutBench, change: Change) -> str:
-    """Apply a change, and return what its event says."""
+    """Apply a change, and return the message of its event."""
     [row] = events_of(bench.state, change, {}, wall=0.0, number=1).values()
     bench.state.apply(change)
     assert isinstance(row, EventsRecord)
@@ -282,7 +282,7 @@ def test_the_retry_of_a_promotion_changes_nothing() -> None:
 
 
 @each_case("needs", [{"min_requests": 1000}, {"min_requests": 0, "gates": []}])
-def test_a_version_whose_replicas_are_lost_does_not_go_on(needs: Mapping[str, Any]) -> None:
+def test_a_version_whose_replicas_are_lost_does_not_continue(needs: Mapping[str, Any]) -> None:
     bench = RolloutBench({**PLAN, "steps": ["10%"], **needs})
     bench.answer((5, 0), (50, 0))
     (new,) = (each for each in bench.state.replicas_of("b") if each.version == "2")
@@ -361,7 +361,7 @@ def test_a_rollout_waits_for_room_and_says_so() -> None:
     assert bench.share() == 0.0
 
 
-def test_a_new_controller_goes_on_where_the_old_one_was() -> None:
+def test_a_new_controller_continues_where_the_old_one_was() -> None:
     bench = RolloutBench()
     bench.after(20)
     heir = RolloutBench()
@@ -474,7 +474,7 @@ def test_the_versions_of_a_model_are_compared_by_an_expression() -> None:
 
 
 def requests(rng: np.random.Generator, count: int, share: float, rates: tuple[float, float]) -> Evidence:
-    """Return what ``count`` requests leave behind; ``rates`` are those of the new and the old version."""
+    """Return the outcomes of ``count`` requests; ``rates`` are the error rates of the new and old version."""
     new = int(rng.binomial(count, share))
     ended = (new, count - new)
     both = [VersionCounts(n, int(rng.binomial(n, rate))) for n, rate in zip(ended, rates, strict=True)]
@@ -511,7 +511,7 @@ def test_how_many_requests_a_step_needs(detects: str, share: float, rate: float,
 
 
 def test_repeated_checks_do_not_find_a_difference_that_is_not_there() -> None:
-    """With a bare test at each look, every second of these would be rolled back."""
+    """With a simple significance test at each check, half of these would be rolled back."""
     alarms = 0
     for seed in range(100):
         rng, new, events = random.Random(seed), 0, 0

@@ -1,4 +1,4 @@
-"""A user's request router that fails is in the status and in the events."""
+"""The failure of a user's request router appears in the status and in the events."""
 
 from __future__ import annotations
 
@@ -70,3 +70,20 @@ def test_a_router_that_fails_is_in_the_status_and_the_events() -> None:
         assert event.application == "a"
         client.run(app.bind(), name="a", route_prefix=None)
         poll_for(lambda: not message())
+
+
+def test_a_deployment_that_was_deleted_and_deployed_again_has_no_error_of_the_old_one() -> None:
+    config = {"request_router_class": Fails}
+    app = serve.deployment(name="echo", request_router_config=config)(lambda number: number)
+
+    def current_error() -> str:
+        replicas = handle._process.shared["routers"].router("a/echo").only
+        return str(replicas._waiting.routing.current_error())
+
+    with local_instance() as client:
+        handle = client.run(app.bind(), name="a", route_prefix=None)
+        poll_for(lambda: handle.remote(1).result(PATIENCE_S) and current_error())
+        client.delete_application("a")
+        handle = client.run(app.bind(), name="a", route_prefix=None)
+        assert current_error() == ""
+        assert client.status().backends["a/echo"].message == ""

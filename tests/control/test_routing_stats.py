@@ -1,4 +1,4 @@
-"""Routing statistics of replicas, as routers get to know them."""
+"""Routing statistics of replicas, as they are published to routers."""
 
 from __future__ import annotations
 

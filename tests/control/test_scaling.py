@@ -63,7 +63,7 @@ def at_ten(bench: Bench) -> None:
 
 
 def decide(bench: Bench, replicas: int) -> None:
-    """Let the autoscaler have decided on a number, within bounds or not."""
+    """Record a decision of the autoscaler, within the bounds or not."""
     record = bench.state.backends["b"]
     assert record.autoscaling is not None
     assert record.scaled_to is not None

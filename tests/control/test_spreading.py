@@ -22,13 +22,13 @@ def observed(*workers: WorkerInfo, **levels: Any) -> Observed:
 
 
 def crowd(count: int, tag: str = "b", on: str = "w1", **fields: Any) -> State:
-    """One backend with all its replicas on one worker."""
+    """One backend, with all replicas on one worker."""
     record = backend(tag, config={"num_replicas": count, **fields})
     return state_of(record, *(replica(f"{tag}#{n}", worker=on) for n in range(count)))
 
 
 def moves(state: State, seen: Observed, avoid: tuple[str, ...] = ()) -> str | None:
-    """Return the replica that moves once the time is over."""
+    """Return the replica that moves once the delay is over."""
     spreader = Rebalancer()
     assert spreader.next_move(state, seen, avoid, 0.0) is None
     found = spreader.next_move(state, seen, avoid, 31.0)
@@ -87,7 +87,7 @@ def test_a_worker_that_was_emptied_takes_over_no_replicas() -> None:
         {"gang_scheduling_config": {"gang_size": 2}},
     ],
 )
-def test_what_chooses_its_places_otherwise_stays(why: dict[str, Any]) -> None:
+def test_replicas_with_their_own_placement_are_not_moved(why: dict[str, Any]) -> None:
     assert moves(crowd(2, **why), observed(W1, W2)) is None
 
 

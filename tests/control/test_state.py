@@ -1,4 +1,4 @@
-"""The state's indexes against a search through everything, after whatever changes."""
+"""The state's indexes, compared with a search through all records, after random changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from control_harness import backend, endpoint, goal, replica, state_of
+from held import held
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -61,7 +62,7 @@ others: st.SearchStrategy[Record] = st.one_of(
 
 
 class Indexes(RuleBasedStateMachine):
-    """Applies changes to a `State` and to a plain dict of all records, and compares what both answer."""
+    """Applies changes to a `State` and to a plain dict of all records, and compares their answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +83,8 @@ class Indexes(RuleBasedStateMachine):
         change.update({each.key: each for each in written})
         for each in moved:
             # A route has one holder, which releases it in the same change.
-            for key, held in self.records.items():
-                if each.route is not None and getattr(held, "route", None) == each.route and key != each.key:
+            for key, known in self.records.items():
+                if each.route is not None and getattr(known, "route", None) == each.route and key != each.key:
                     change[key] = None
             change[each.key] = each
         items = list(change.items())
@@ -162,6 +163,11 @@ class Indexes(RuleBasedStateMachine):
         used = {each.code_key for each in self._kind("backend")}
         unused = [each.size_bytes for each in self._kind("code") if each.name not in used]
         assert self.state.codes.unused_bytes == sum(unused)
+
+    def teardown(self) -> None:
+        """Without records, nothing is held."""
+        self.state.apply(dict.fromkeys(self.records))
+        assert held(self.state) == held(State())
 
 
 TestIndexes = Indexes.TestCase

@@ -1,4 +1,4 @@
-"""A controller while the store is not its instance's own: during its start, and once it was taken."""
+"""A controller while another instance owns the store: during its start, and after a takeover."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.testing import run_virtual
 
 
 class SharedRecords(ScriptedStore):
-    """A store that a test takes and gives; the other cluster has changed ``changed`` meanwhile."""
+    """A store whose owner a test sets; the other cluster has made the changes ``changed`` meanwhile."""
 
     def __init__(
         self, records: Mapping[str, bytes] | None = None, hold: StoreOwnership = StoreOwnership.TRIAL
@@ -74,7 +74,7 @@ def test_the_store_is_taken_over_when_everything_runs_with_what_has_changed_mean
             await stage.open()
             await stage.until(lambda: True in store.asked)
             assert stage.clock.now() >= began + 3
-            # Before, it asks now and then, because the owner may be dead.
+            # Until then, it asks periodically, because the owner may be dead.
             assert 2 <= store.asked.count(False) < 20
             assert len(stage.running_of("b")) == 2
             await stage.until(lambda: not stage.running_of("c"))
@@ -163,7 +163,7 @@ def test_an_instance_whose_store_was_taken_refuses_changes_and_replaces_what_die
         began = stage.clock.now()
         with pytest.raises(StoreTakenError, match="Another cluster has it"):
             await stage.create("c")
-        # Neither does a change that is one already.
+        # An update is refused as well.
         with pytest.raises(StoreTakenError):
             await stage.update("b")
         assert stage.clock.now() == began, "at once"

@@ -68,7 +68,7 @@ async def test_an_instance_that_was_taken_over_drains_although_it_is_idle(stage:
 
 @staged(http=HTTPOptions(), opens_with_route=True)
 async def test_an_instance_may_listen_only_once_it_has_a_route(stage: Stage) -> None:
-    """And from then on, also after a new controller, or without a route."""
+    """From then on it may always listen, even with a new controller, or without a route."""
     await stage.create()
     await stage.run("hidden", route=None)
     stage.start_s = 20.0

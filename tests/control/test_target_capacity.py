@@ -1,4 +1,4 @@
-"""The target capacity of an instance: recorded, in force at once, and rolled back as a whole."""
+"""The target capacity of an instance: it is recorded, applies at once, and is fully reset."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_dry_run_keeps_its_number_but_for_the_share() -> None:
     )
     state = state_of(carried_over(held, ten, 0.0))
     assert [numbers(put(state, each)) for each in (50, 30, 0, None)] == [[5], [3], [0], [10]]
-    # Begun at half capacity it is the half of what it will be.
+    # A number that begins to count at half capacity is half of the number at full capacity.
     state = put(state_of(ten), 50)
     half = carried_over(replace(held, capacity=50.0), state.backends["a"], 0.0)
     assert half.num_replicas == 10
@@ -157,7 +157,7 @@ def test_an_external_scalers_number_is_one_at_full_capacity() -> None:
     again = carried_over(replace(state.backends["b"], version="v2"), state.backends["b"], 6.0)
     assert again.num_replicas == 4
     assert [numbers(put(state, each)) for each in (0, 100, None)] == [[0], [8], [8]]
-    # A policy goes on with the replicas there are, and the way back with what that is at full capacity.
+    # A policy continues with the current replicas; on reset, with their number at full capacity.
     put(state, 50)
     scaled = carried_over(
         replace(state.backends["b"], config=BackendConfig(autoscaling_config=dict(OPTIONS))),
@@ -171,7 +171,7 @@ def test_an_external_scalers_number_is_one_at_full_capacity() -> None:
     assert (back.num_replicas, back.full_replicas) == (4, 8)
 
 
-def test_what_a_failed_change_goes_back_to_has_the_capacity_of_now() -> None:
+def test_a_rolled_back_record_has_the_current_capacity() -> None:
     bench = Bench()
     bench.create(autoscaling_config=OPTIONS)
     bench.settle()

@@ -1,4 +1,4 @@
-"""What a change of each option does to running replicas: nothing, a reconfiguration, or a replacement."""
+"""The effect of each option's change on running replicas: none, a reconfiguration, or a replacement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.control.decisions import backends as backend_decisions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, effect_of
 
-#: Another value than the default of each option of a backend.
+#: A value other than the default, for each option of a backend.
 VALUES: Mapping[str, Any] = {
     "num_replicas": 1,  # the same number, but set
     "logging_config": {"log_level": "DEBUG"},
@@ -55,9 +55,9 @@ VALUES: Mapping[str, Any] = {
     "run_sync_in_threadpool": False,
     "isolation": "process",
 }
-#: What an option needs beside it.
+#: The other options that an option needs.
 NEEDED: Mapping[str, Any] = {"placement_group_strategy": {"placement_group_bundles": [{"CPU": 1}]}}
-#: The classes of today's Ray Serve, as far as it has the option, by daskserve's name.
+#: The update class of each option in today's Ray Serve, if it has the option, by daskserve's name.
 RAY = {
     Effect.AT_ONCE: ("num_replicas", "max_queued_requests", "max_unavailable", "max_surge"),
     Effect.REPLACES: (
@@ -70,7 +70,7 @@ RAY = {
 
 
 def effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effect:
-    """Deploy one version with two configs; return what the second did to the replica."""
+    """Deploy one version with two configs; return the effect of the second config on the replica."""
     bench = Bench([worker(1)])
     bench.deploy(version="1", **before)
     bench.settle()

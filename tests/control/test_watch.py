@@ -1,4 +1,4 @@
-"""Watching the workers: what no event tells is found by looking."""
+"""Watching the workers: polling finds changes for which no event arrives."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import pytest
 from controller_harness import ScriptedReplica, Stage, staged
 
 from daskserve.cluster.protocols.base import ANSWER_S, EPOCH_BITS, ActorSpec, TaskRequest
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
-from daskserve.control.observed.watch import FOLLOW_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.control.observed.watch import FOLLOW_S, MISSES, PERIOD_S, RESTART_RETRY_S, SWEEP_S
 from daskserve.data.caller.calls.handle import routers_of
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, NotRunningError, StaleEpochError, UnavailableError
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ProxyStart
 from daskserve.testing import run_virtual
 
-#: A worker that hangs is known to after so long.
+#: The time after which a hanging worker is known to hang.
 NOTICED_S = MISSES * max(PERIOD_S, ANSWER_S) + 2 * PERIOD_S
 
 
@@ -34,7 +35,7 @@ async def test_a_replica_that_vanished_is_replaced_by_a_new_one(stage: Stage) ->
     entries = stage.cluster._hosts[victim.worker].registry.entries
     del entries[f"local/replica/{victim.tag}"], stage.running[victim.tag]
     await stage.clock.sleep(2 * PERIOD_S)
-    # Under its own name it might be made twice, should it be there after all: the new one has a new name.
+    # The replica may still exist, so its replacement has a new name.
     assert stage.started.count(victim.tag) == 1
     assert len(stage.started) == 3
     assert len(stage.running_of("b")) == 2
@@ -81,6 +82,8 @@ async def test_a_replica_that_loads_models_is_polled_until_it_has_them(stage: St
     assert len(looks) == 3
     assert looks[-1] - looks[0] <= 3 * FOLLOW_S < PERIOD_S / 2
     assert (await stage.published("models/b"))[replica.tag]["loaded"] == ("m",)
+    await stage.delete("b")
+    assert await stage.published("models/b") is None, "nothing else has changed since then"
 
 
 @staged()
@@ -128,6 +131,50 @@ async def test_a_worker_that_hangs_with_a_proxy_is_restarted(stage: Stage) -> No
     await stage.until(lambda: set(stage.proxies) and worker not in stage.proxies, timeout_s=NOTICED_S)
     assert worker not in {each.address for each in stage.cluster.workers()}
     assert len((await stage.call("wait_for_http", timeout_s=5))["urls"]) == 1
+
+
+@staged(workers=4)
+async def test_an_unresponsive_worker_that_leaves_the_cluster_is_forgotten(stage: Stage) -> None:
+    await stage.create(num_replicas=2)
+    victim = await not_on_the_controllers_worker(stage)
+    stage.cluster.suspend_worker(victim.worker)
+    await stage.until(lambda: len(stage.started) == 3, timeout_s=NOTICED_S)
+    stage.cluster.remove_worker(victim.worker)
+    await stage.clock.sleep(2 * PERIOD_S)
+    assert list((await stage.call("status"))["unresponsive_workers"]) == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "attempts"),
+    [
+        pytest.param([None], 1, id="the worker restarts"),
+        pytest.param(
+            [UnavailableError("the scheduler is away"), OSError("reset"), None], 3, id="unavailable"
+        ),
+        pytest.param([StaleEpochError("a newer controller")], 1, id="a newer controller"),
+        pytest.param([NotRunningError("no such instance")], 1, id="the instance has ended"),
+    ],
+)
+@staged(http=HTTPOptions(location=Location.HEAD_ONLY), workers=4)
+async def test_the_restart_of_a_worker_with_a_proxy_is_repeated_only_while_it_is_unavailable(
+    stage: Stage, outcomes: list[Exception | None], attempts: int
+) -> None:
+    await stage.call("wait_for_http", timeout_s=5)
+    (worker,) = stage.proxies
+    asked = list[str]()
+
+    async def restart_worker(epoch: int, worker: str) -> None:
+        asked.append(worker)
+        error = outcomes[min(len(asked), len(outcomes)) - 1]
+        if error is not None:
+            raise error
+
+    process = stage.cluster.process((await stage.cluster.program.controller()).worker)
+    process.restart_worker = restart_worker  # type: ignore[method-assign]
+    stage.cluster.suspend_worker(worker)
+    await stage.clock.sleep(NOTICED_S + 5 * RESTART_RETRY_S)
+    stage.cluster.suspend_worker(worker, is_suspended=False)
+    assert asked == [worker] * attempts
 
 
 @staged(workers=4)
@@ -196,7 +243,7 @@ async def test_a_worker_that_only_the_scheduler_reaches_is_no_worker_that_hangs(
     assert list(status["unresponsive_workers"]) == []
     process.channels.request = reach  # type: ignore[method-assign]
 
-    # Once the controller's process has noticed, too, it goes through the scheduler.
+    # Once the controller's process has noticed it, too, it connects through the scheduler.
     stage.cluster.network.cut(controller.worker, other.worker)
     await stage.clock.sleep(2 * PERIOD_S)
     status = await stage.call("status")
@@ -230,7 +277,7 @@ async def test_a_worker_on_which_the_supervisor_has_lost_a_controller_is_noticed
     controller = (await stage.cluster.program.controller()).worker
     victim = next(each for each in stage.running_of() if each.worker != controller)
     stage.cluster.change_worker(victim.worker, is_suspect=True)
-    await stage.clock.sleep(60)  # the controller has asked for the workers again
+    await stage.clock.sleep(60)  # the controller has read the list of workers again
     assert victim.tag in stage.running, "it answers"
     stage.cluster.suspend_worker(victim.worker)
     began = stage.clock.now()
@@ -272,7 +319,7 @@ async def test_a_replaced_controller_does_not_end_its_successors_actors(stage: S
     controller = await stage.cluster.program.controller()
     old = stage.cluster.actor(controller)
     await start_successor(stage)
-    assert stage.cluster.actor(controller) is old  # it lives, and still believes in itself
+    assert stage.cluster.actor(controller) is old  # it runs, and does not know that it was replaced
     await stage.update(num_replicas=4)
     stopped = len(stage.stopped)
     await stage.clock.sleep(2 * SWEEP_S)
@@ -281,7 +328,7 @@ async def test_a_replaced_controller_does_not_end_its_successors_actors(stage: S
 
 
 async def start_successor(stage: Stage) -> None:
-    """Start a newer controller on another worker, as if the first one did not answer; both live."""
+    """Start a newer controller on another worker, as if the first one did not answer. Both run."""
     controller = await stage.cluster.program.controller()
     stage.cluster.change_worker(controller.worker, is_retiring=True)
     stage.cluster._controller = None
@@ -322,7 +369,7 @@ async def test_a_replaced_controller_ends_no_actor_that_its_successor_may_have_a
         if info.address != first.worker:
             stage.cluster.process(info.address).inspect = inspect_nothing  # type: ignore[method-assign]
     await start_successor(stage)
-    # It was started by the first controller, and its record was written just before that was cut off.
+    # The first controller started it, and wrote its record just before it was cut off.
     victim = next(each for each in stage.running.values() if each.worker != first.worker)
     payload = ProxyStart(
         HTTPOptions(port=0), None, False, True, False, "127.0.0.1", tracing={}, logging=None
@@ -354,7 +401,7 @@ async def test_a_draining_replica_keeps_its_grace_if_only_the_connection_to_it_b
 
 
 @staged(workers=3)
-async def test_what_a_retiring_worker_holds_moves_before_it_goes(stage: Stage) -> None:
+async def test_actors_of_a_retiring_worker_move_before_it_ends(stage: Stage) -> None:
     await stage.create(num_replicas=3)
     await stage.endpoint()
     leaving = (await stage.cluster.program.controller()).worker

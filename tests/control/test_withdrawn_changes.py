@@ -1,4 +1,4 @@
-"""Who only tried to change something leaves what was there, and ends nothing that others have deployed."""
+"""A withdrawn change restores the state before it, and ends nothing that other programs have deployed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def version(number: str, request_id: str) -> ApplicationSpec:
 
 
 async def begun(stage: Stage, spec: ApplicationSpec) -> str:
-    """Deploy an application whose new replicas do not come up; return the goal once one starts."""
+    """Deploy an application whose new replicas never finish starting; return the goal once one starts."""
     stage.start, count = hang, len(stage.started)
     goal: str = (await stage.deploy_apps(spec))["goals"][spec.name]
     await stage.until(lambda: len(stage.started) > count)
@@ -78,7 +78,7 @@ async def test_of_two_changes_the_newest_wins_whatever_becomes_of_the_other(stag
     await stage.call("delete_application", name="default", request_id="loser")
     assert await stage.calls.wait_for_goal(winner, None)
     assert versions(stage) == {b"3"}
-    # What has replaced another change is rolled back to what ran before both.
+    # If a change superseded another one, its withdrawal restores the state before both.
     await begun(stage, version("4", "fourth"))
     await begun(stage, version("5", "fifth"))
     await withdraw(stage, "fifth")
@@ -97,7 +97,7 @@ async def test_a_complete_change_is_not_withdrawn(stage: Stage) -> None:
 
 @each_case("is_complete", [True, False])
 @staged()
-async def test_what_others_ask_of_a_deployment_is_not_withdrawn_with_its_deploy(
+async def test_changes_by_other_programs_are_not_withdrawn_with_a_deploy(
     stage: Stage, is_complete: bool
 ) -> None:
     stage.start = None if is_complete else hang
@@ -134,7 +134,7 @@ async def test_a_deletion_is_not_withdrawn_with_the_deploy_before(stage: Stage) 
 @each_case("verb", ["deploy_applications", "deploy", "create_backend"])
 @staged()
 async def test_a_call_that_arrives_after_it_was_withdrawn_is_refused(stage: Stage, verb: str) -> None:
-    """Both travel on connections of their own, so the second may be faster."""
+    """Each is sent over a separate connection, so the second may arrive first."""
     await withdraw(stage, "late")
     one = {"route": None, "methods": ["GET"], "python_methods": []} if verb == "deploy" else {}
     message: dict[str, Any] = {**stage.spec(request_id="late"), **one}
@@ -170,7 +170,7 @@ async def test_an_application_belongs_to_the_last_call_that_has_deployed_it(stag
     await stage.deploy_apps(app_spec(graph=GRAPH, request_id="same"))
     await stage.call("delete_application", name="default", request_id="first")
     assert (await stage.app_status())["status"] == "RUNNING"
-    # While it is under way, too: what one program withdraws, another has asked for as well.
+    # Also while the change is pending: one program withdraws a change that another program requested, too.
     goal = await begun(stage, version("2", "second"))
     again = (await stage.deploy_apps(version("2", "same second")))["goals"]["default"]
     assert again == goal
@@ -216,7 +216,7 @@ async def test_a_call_may_say_what_it_replaces(stage: Stage) -> None:
 
 @staged()
 async def test_an_application_can_be_deployed_again_as_it_was(stage: Stage) -> None:
-    """With options that are part of the version, and with endpoints and needs."""
+    """With options that are part of the version, with endpoints, and with deployments that call others."""
     fields: dict[str, Any] = {
         "back": {"actor_options": {"num_cpus": 0.5}, "num_replicas": 2, "user_version": "named"},
         "front": {"user_config": b"config"},

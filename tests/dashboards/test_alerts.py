@@ -45,7 +45,7 @@ class Case:
 
 
 def shares(whole: str, part: str, labels: Mapping[str, str]) -> Case:
-    """Return a case in which one counter is a large, or a small, share of another."""
+    """Return a case in which one counter is either a large or a small share of another."""
     return Case(
         labels,
         "10%",
@@ -70,7 +70,7 @@ UP = {**D, "state": "RUNNING"}
 
 
 def lives(*minutes: int) -> list[tuple[str, Mapping[str, str], str]]:
-    """Return the start times of replicas that start at these minutes and run for two."""
+    """Return the start times of replicas that start at these minutes and run for two minutes."""
     return [
         (
             STARTED,
@@ -294,7 +294,7 @@ def test_promtool_accepts_the_rules(limits: tuple[float, float], tmp_path: Path)
 
 @needs_promtool
 def test_promtool_accepts_the_documented_configuration(tmp_path: Path) -> None:
-    """Write the output of `scrape-config` to a file and append the line about rules that `grafana` prints."""
+    """Write the output of `scrape-config` to a file, with the line about rules that `grafana` prints."""
     written = CliRunner().invoke(main, ["metrics", "grafana", "--output", str(tmp_path)]).output
     (line,) = re.findall(r'"(rule_files: .*)"', written)
     configuration = CliRunner().invoke(main, ["metrics", "scrape-config", "http://h:8787"]).output

@@ -48,7 +48,7 @@ def test_the_model_answers_with_what_it_has_read_and_tokens_make_the_text() -> N
             written += model.vocabulary[token]
             model.go_on(writing, token)
         assert written == text
-    # One step for several texts gives each the same as a step of its own.
+    # One step for several texts gives each text the same result as a separate step.
     texts = [model.begin(text="The moon"), model.begin(text="A dog")]
     together = model.steps(texts)
     assert np.allclose(together, [model.steps([each])[0] for each in texts])

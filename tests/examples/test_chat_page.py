@@ -32,7 +32,7 @@ BUTTON = "find('button').textContent"
 
 
 class Counting:
-    """An engine that counts to the number that it is asked for; or until its reader leaves, if to none."""
+    """An engine that counts to the number in the question; without a number, until its reader leaves."""
 
     def __init__(self) -> None:
         self._active = 0
@@ -71,7 +71,7 @@ async def test_the_page_streams_an_answer_and_its_button_stops_one() -> None:
             await tab.open(f"{client.http_urls()[0].rstrip('/')}/chat")
             await tab.until("find('model').value === 'counting'")
             await say(tab, "count")
-            # It grows while it is read.
+            # The answer grows while the page reads it.
             await tab.until(f"{ANSWER}.startsWith('0 1 2 ') && {BUTTON} === 'Stop'")
             await tab.ask("find('button').click()")
             facts = await tab.until(f"{BUTTON} === 'Send' && document.querySelector('.facts').textContent")

@@ -299,7 +299,7 @@ def test_the_demo_reports_failed_requests(demo: Any) -> None:
 
 
 class _Replies(http.server.BaseHTTPRequestHandler):
-    """Answers with the length of the posted body; refuses a body of one byte."""
+    """Returns the length of the posted body; refuses a body of one byte."""
 
     protocol_version = "HTTP/1.1"
 

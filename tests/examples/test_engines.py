@@ -46,7 +46,7 @@ def answer(engine: Any, **fields: Any) -> list[Token]:
 
 
 class Llama:
-    """What `llama_cpp.Llama` does, as far as its interface says."""
+    """A stand-in for `llama_cpp.Llama`, made from its documented interface."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -174,7 +174,7 @@ def test_llama_cpp_with_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert engine.context_length == 256
     assert asyncio.run(engine.count_tokens(GenerationRequest(prompt=" one two"))) >= 2
     options: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0, "seed": 1}
-    # What the library answers as a whole.
+    # The library's answer without streaming.
     plain = engine._llama.create_completion(" one two", **options)["choices"][0]
     chat = engine._llama.create_chat_completion(USER, **options)["choices"][0]
     for fields, text, reason in (
@@ -203,7 +203,7 @@ def test_llama_cpp_with_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 class AsyncLLM:
-    """What vLLM's engine does, as far as its interface says."""
+    """A stand-in for vLLM's engine, made from its documented interface."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -327,7 +327,7 @@ def test_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     short, long = asyncio.run(together())
     assert [each.text for each in short] == [each.text for each in long[: len(short)]]
-    # The cache of a request changes nothing: the whole text gives the same tokens.
+    # The cache of a request does not change the result: the whole text gives the same tokens.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = tokenizer.encode("user: one two\nassistant:")
     with torch.inference_mode():

@@ -104,7 +104,7 @@ def gauges(dask_worker: Any) -> dict[str, int]:
 
 
 def disconnect_at_random(url: str, paths: list[str], rng: random.Random) -> None:
-    """Send requests on separate connections and close these at random moments, half of them with a reset."""
+    """Send requests on separate connections. Close these at random moments, half of them with a reset."""
     parts = urlsplit(url)
     open_until: list[tuple[float, socket.socket]] = []
     for number in range(REQUESTS):
@@ -124,7 +124,7 @@ def disconnect_at_random(url: str, paths: list[str], rng: random.Random) -> None
 def test_disconnects_at_any_moment_leave_nothing_behind(
     client: serve.Client, url: str, external: ExternalCluster
 ) -> None:
-    """The leaf runs beside the proxy and its caller on the other worker, so each request crosses twice."""
+    """The callee is on the proxy's worker, its caller on the other one, so each request crosses twice."""
     proxy = worker_of(client, "proxy")
     (other,) = {*pids(external.client)} - {proxy}
     client.create_backend(

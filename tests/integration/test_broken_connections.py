@@ -18,7 +18,7 @@ import daskserve as serve
 from daskserve.cluster.dask.connection import connection_of
 from daskserve.errors import ActorLostError
 
-#: How long a broken connection may delay a request: far less than the time that a dead worker is avoided.
+#: How long a broken connection may delay a request: far less than the suspension of a dead worker.
 SOON_S = 0.7
 
 
@@ -50,7 +50,7 @@ class HoldsOneCall:
 
 
 def cut(dask_worker: Any) -> int:
-    """Break the connections of all channels of this worker, without closing them on either side."""
+    """Break the connections of all channels of this worker without closing them on either side."""
     (host,) = dask_worker.state.actors.values()
     channels = list(host.connection.channels._serving)
     for channel in channels:
@@ -59,7 +59,7 @@ def cut(dask_worker: Any) -> int:
 
 
 class Stage:
-    """A backend with one replica on another worker than the proxy."""
+    """A backend with one replica, which is not on the worker of the proxy."""
 
     def __init__(self, client: serve.Client, external: ExternalCluster) -> None:
         self._dask = external.client
@@ -90,7 +90,7 @@ def stage(client: serve.Client, external: ExternalCluster) -> Iterator[Stage]:
     stage = Stage(client, external)
     assert fetch(stage.url).status == 200
     yield stage
-    poll_for(lambda: stage.ask("state")[1] == 0)  # the interrupted request does not run on
+    poll_for(lambda: stage.ask("state")[1] == 0)  # the interrupted request does not continue to run
 
 
 def test_the_next_request_reopens_the_connection(stage: Stage) -> None:

@@ -52,7 +52,7 @@ def kept_here(dask_worker: Any) -> int:
 
 
 def kept(dask: Client) -> int:
-    """Return how many results stay in the workers."""
+    """Return the number of results that stay in the workers."""
     return sum(dask.run(kept_here).values())
 
 
@@ -100,7 +100,7 @@ def test_a_killed_caller_leaves_no_result_behind(dask: Client, client: serve.Cli
 
 
 def failure_of_reading(client: serve.Client, made: serve.handle.Response) -> str:
-    """Return the error of a call with a lost result; nothing if its own replica was lost with that."""
+    """Return the error of a call with a lost result; None if its own replica was lost, too."""
     with pytest.raises(UnavailableError) as caught:
         client.get_handle("reader").remote(made).result(30)
     return "" if isinstance(caught.value, ActorLostError) else str(caught.value)

@@ -1,4 +1,4 @@
-"""Memory and leftovers of channels, with scheduler, worker and programs in this process."""
+"""Memory and leftovers of channels; the scheduler, the worker and programs are in this process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP
 from daskserve.cluster.channel.wire import sharing
 from daskserve.cluster.channel.wire.frames import OPEN, FramePacker
-from daskserve.cluster.channel.wire.parts import HEAD, SIZE
-from daskserve.cluster.channel.wire.transport import MAGIC
+from daskserve.cluster.channel.wire.transport import HEAD, MAGIC, SIZE
 from daskserve.cluster.dask.connection import connection_of
 from daskserve.cluster.scheduler.supervisor import PLUGIN_NAME
 from daskserve.common.types import ActorAddress
@@ -70,7 +69,7 @@ def test_an_array_is_stored_only_once_where_it_arrives(
         finally:
             tracemalloc.stop()
     assert (answer == array).all()
-    # Without shared memory: the array in the replica, and the answer.
+    # Without shared memory, there are two copies: the array in the replica, and the answer.
     copies = 0 if is_shared else 2
     assert copies * ARRAY_BYTES <= peak_bytes < copies * ARRAY_BYTES + REST_BYTES
     assert kept_bytes < copies / 2 * ARRAY_BYTES + REST_BYTES
@@ -106,7 +105,7 @@ def test_a_splice_connects_a_stream_of_bytes_with_one_of_messages() -> None:
 
 
 def test_a_splice_connects_an_encrypted_and_a_plain_connection() -> None:
-    """The worker's socket cannot be taken over below its encryption, so the caller's is not either."""
+    """The worker's encrypted socket cannot be taken over, so the caller's socket is not taken over either."""
     security = Security.temporary()
     security.require_encryption = False
     with dask.config.set({"daskserve.channel.route": "scheduler"}):
@@ -117,7 +116,7 @@ def test_a_splice_connects_an_encrypted_and_a_plain_connection() -> None:
 
 
 async def ping_as_a_stranger(address: str, message: dict[str, Any], actor: ActorAddress) -> None:
-    """Ask for a channel without the secret, and ping an actor on it; return when it is closed."""
+    """Request a channel without the secret, and ping an actor over it; return when it is closed."""
     async with asyncio.timeout(10):
         comm = await connect(address)
         await comm.write(message)
@@ -174,7 +173,7 @@ def refused(dask_worker: Any) -> list[float]:
 
 
 def test_the_next_instance_of_a_program_knows_its_program(external: ExternalCluster) -> None:
-    """The program has dialled the workers before, with the secret of that time."""
+    """The program has connected to the workers before, with the secret of that time."""
     for number in range(3):
         with serve.start(dask_client=external.client, http_options={"location": "NoServer"}) as client:
             client.create_backend("echo", "served.echo", config={"num_replicas": 2})

@@ -1,4 +1,4 @@
-"""Minutes of chaos: a proxy, the scheduler, a host and more fail under load, by fixed seeds."""
+"""Chaos runs of some minutes: a proxy, the scheduler, a host and more fail under load, by fixed seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHAOS = HERE / "chaos.py"
 
 @pytest.fixture(autouse=True)
 def limit() -> None:
-    """Allow this test more time than others: it waits for its program with a deadline of its own."""
+    """Allow this test more time: it waits for its program with a separate deadline."""
 
 
 @pytest.mark.nightly

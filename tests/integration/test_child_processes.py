@@ -32,13 +32,13 @@ class Starts:
             return list(pool.map(math.factorial, range(4)))
 
     async def load(self, method: str) -> Any:
-        """Fetch from daemonic processes by queues, as loaders of training data do."""
+        """Fetch values from daemonic processes through queues, as loaders of training data do."""
         context: Any = multiprocessing.get_context(method)
         with context.Pool(2) as pool:
             return pool.map(math.factorial, range(4))
 
     def leave(self, method: str) -> list[int]:
-        """Leave a process running; return its parent and it."""
+        """Leave a process running; return the ids of its parent and itself."""
         context: Any = multiprocessing.get_context(method)
         child = context.Process(target=time.sleep, args=(600,))
         child.start()

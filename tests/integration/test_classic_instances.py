@@ -87,7 +87,7 @@ def test_a_second_detached_instance_is_refused(external: ExternalCluster) -> Non
         ):
             serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
         assert fetch(f"{first.http_urls()[0]}/text").text == "first"
-        # One of another name runs beside it, and is found by its name.
+        # An instance of another name runs beside it, and is found by its name.
         other = serve.start(detached=True, name="blue", http_options={"port": 0}, dask_client=external.client)
         assert serve.connect(dask_client=external.client).instance_name == first.instance_name
         blue = serve.connect(name="blue", dask_client=external.client)

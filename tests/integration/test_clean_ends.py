@@ -1,4 +1,4 @@
-"""Impossible operations fail soon with a clear error, leave nothing behind, and can be retried."""
+"""Operations that cannot succeed fail soon with a clear error, leave nothing behind, and can be retried."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_start_refuses_invalid_arguments(external: ExternalCluster) -> None:
 
 @pytest.mark.nightly
 def test_clusters_without_workers_or_with_busy_workers_are_refused(tmp_path: Path) -> None:
-    """No worker, then no free task thread; with a free one the same call works."""
+    """First there is no worker, then no free task thread. With a free thread, the same call works."""
     with ExitStack() as stack:
         address = stack.enter_context(dask_scheduler(tmp_path))
         dask_client = stack.enter_context(Client(address, set_as_default=False))

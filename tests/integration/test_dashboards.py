@@ -1,4 +1,4 @@
-"""Every panel of the dashboards shows data of a real Prometheus that scraped a real cluster."""
+"""Every panel of the dashboards shows data from a real Prometheus that scrapes a real cluster."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Counter:
 
 
 def shared(name: str) -> dict[str, Any]:
-    """Make one of each object with which code on several workers coordinates."""
+    """Create one of each of Dask's objects for coordination between workers."""
     return {
         "lock": Lock(f"{name}-lock"),
         "semaphore": Semaphore(1, f"{name}-semaphore"),
@@ -149,7 +149,7 @@ def coordinate_in_thread(means: dict[str, Any]) -> None:
 
 
 class Coordinates:
-    """Uses Dask's locks and the like, wherever they were made."""
+    """Uses Dask's locks and similar objects, wherever they were created."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.known = [given, shared("made")]
@@ -205,7 +205,7 @@ class Coordinates:
             raise AssertionError("entered without a lock")
 
     async def give_up(self, kind: str) -> bool:
-        """Stop waiting for a lock, and return whether it can be acquired later."""
+        """Stop waiting for a lock; return whether it can be acquired later."""
         async with shared("given-up")[kind]:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
@@ -251,7 +251,7 @@ def coordinating(
     client.delete_deployment("means")
 
 
-#: What the errors of methods advise.
+#: The advice in the errors of methods.
 RULES = {
     "leave_dasks_threads": "remove secede()",
     "compute": "await get_client().compute(x)",
@@ -340,7 +340,7 @@ def test_the_example_of_placement_groups_runs_its_task_in_the_other_bundle(
 
 
 class Sees:
-    """Returns what arrives, and the process that fetched it."""
+    """Returns its argument, and the id of the process that fetched it."""
 
     def __call__(self, request: Any) -> Any: ...
 
@@ -352,7 +352,7 @@ class Sees:
 
 
 class Composed:
-    """Passes values of its own client on."""
+    """Passes on values of its own client."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Values of Dask and the calls that use them."""
+"""Futures and collections of Dask as arguments and results of calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Model:
         return value
 
     def read(self, value: Any) -> tuple[float, bool]:
-        """Return the sum of an array, and whether it lies in memory that others may share."""
+        """Return the sum of an array, and whether it is in shared memory."""
         return float(value.sum()), not value.flags.writeable
 
 
@@ -59,7 +59,7 @@ def test_a_call_goes_to_its_data_and_takes_it_without_a_copy(
 
 
 def spill(dask_worker: Any, key: str) -> bool:
-    """Have a worker spill all that it holds; return whether the value is on its disk."""
+    """Let a worker spill all of its data; return whether the value is on its disk."""
     while dask_worker.data.fast and dask_worker.data.evict() != -1:
         pass
     return key in dask_worker.data.slow

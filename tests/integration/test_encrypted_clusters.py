@@ -144,7 +144,7 @@ class CallsHello:
 def test_processes_with_only_the_certificate_of_their_role_can_connect(
     security: Security, tmp_path: Path
 ) -> None:
-    """As with the options of ``dask scheduler`` and ``dask worker``; both processes also act as clients."""
+    """These are the options of ``dask scheduler`` and ``dask worker``; both processes also act as clients."""
     flags, files = [], {}
     for option, name in (
         ("--tls-ca-file", "ca_file"),

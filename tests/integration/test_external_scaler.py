@@ -18,7 +18,7 @@ from scraping import dashboard
 import daskserve as serve
 
 OPEN = {"num_replicas": 1, "external_scaler_enabled": True}
-#: Maximum time of an answer, whatever happens to the controller.
+#: Maximum time until an answer, whatever happens to the controller.
 LONGEST_S = 10.0
 
 

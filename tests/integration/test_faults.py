@@ -1,4 +1,4 @@
-"""User code that ends or blocks its process, or forks: it costs its own requests, and no others."""
+"""User code that ends, blocks or forks its process: only its own requests are affected."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The scheduler dies, is silent or is cut off in the middle of a change, which ends in one of two states.
+"""The scheduler dies, hangs or is cut off during a change, which ends in one of two states.
 
-An application of two deployments, each with a version, changes from version 1 to 2 by a file, by a rollback
-or by a step of a rollout. Whatever fails meanwhile, in the end both are of the same version, no request has
-failed, and the next change works.
+An application of two deployments changes from version 1 to 2: by a file, by a rollback or by a step of a
+rollout. Whatever fails meanwhile, both deployments have the same version in the end, no request fails, and
+the next change works.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def app(args):
     return front.bind(version, Back.options(**options).bind(version))
 """
 PLAN = {"steps": ["50%", "100%"], "pause_s": None, "gates": []}
-#: How long until all is settled after a fault.
+#: Maximum time until the state is stable after a fault.
 SETTLED_S = 45.0
 
 
@@ -118,9 +118,9 @@ class Stage:
         self._scheduler.process.send_signal(signal.SIGCONT)
 
     def cut_links(self) -> None:
-        """Break the connections of the workers to the scheduler, and start others, as their nannies would.
+        """Break the workers' connections to the scheduler, and start other workers, as nannies do.
 
-        A worker leaves if the scheduler that it has lost still answers, because Dask has removed it there.
+        A worker whose lost scheduler still answers ends, because the scheduler has removed it.
         """
         self._dask.run(cut_links_to, self._port, wait=False)  # it cuts the link that would bring an answer
         self._start_workers()
@@ -140,7 +140,7 @@ class Stage:
 
 
 async def cut_links_to(port: int) -> None:
-    """Break all connections of this process to a port, without closing them on either side."""
+    """Break all connections of this process to a port without closing them on either side."""
     import psutil
 
     for each in psutil.Process().net_connections("tcp"):
@@ -161,7 +161,7 @@ def stage(folder: Path) -> Iterator[Stage]:
 
 
 def change(stage: Stage, verb: str) -> Callable[[], object]:
-    """Bring the application to where a change begins; return the change."""
+    """Bring the application to the state before a change; return the change."""
     stage.deploy("1")
     if verb == "file":
         return lambda: stage.deploy("2")

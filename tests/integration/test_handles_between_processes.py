@@ -55,7 +55,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 def test_threads_that_tasks_and_replicas_start_are_connected(
     external: ExternalCluster, client: serve.Client, echo: serve.Handle
 ) -> None:
-    """They have no context of Dask or daskserve, but only one worker can be meant."""
+    """They have no context of Dask or daskserve, but their process has only one worker."""
 
     def task(handle: serve.Handle) -> Any:
         return in_thread(lambda: handle.remote(text="x").result(10))

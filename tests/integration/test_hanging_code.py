@@ -1,7 +1,8 @@
-"""Real replicas whose user code hangs or reports unhealthy are taken out of service and replaced."""
+"""Real replicas that hang or report that they are unhealthy get no more requests, and are replaced."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -130,3 +131,39 @@ def test_an_error_whose_text_hangs_delays_its_own_caller_alone(
     error = error_of(failing)
     assert (type(error).__name__, vars(error)["code"]) == ("TextHangs", 402)
     assert handle.options(method_name="fine").remote().result(timeout_s=5) == "fine"  # the slot is free
+
+
+class HandlerHangs(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_released = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.is_released.wait(10)
+
+
+class LogsToIt:
+    def __init__(self) -> None:
+        self.handler = HandlerHangs()
+
+    def __call__(self) -> str:
+        log = logging.getLogger("hangs")
+        log.addHandler(self.handler)
+        try:
+            log.warning("called")
+        finally:
+            log.removeHandler(self.handler)
+        return "fine"
+
+    def release(self) -> None:
+        self.handler.is_released.set()
+
+
+def test_a_handler_of_logging_that_hangs_delays_no_request(client: serve.Client) -> None:
+    client.deploy("logs", LogsToIt, route_prefix=None)
+    handle = client.get_handle("logs")
+    try:
+        assert handle.remote().result(5) == "fine"
+    finally:
+        handle.release.remote().result(20)
+        client.delete_deployment("logs")

@@ -22,7 +22,7 @@ from daskserve.errors import InstanceError
 
 
 def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
-    """Make the call, raise KeyboardInterrupt in it once the condition holds, and catch it.
+    """Make the call, raise KeyboardInterrupt in it once the condition is true, and catch the error.
 
     The condition must imply that the call has started; otherwise the interrupt comes too early.
     """
@@ -186,7 +186,7 @@ def test_interrupted_start_of_a_local_cluster_leaves_no_process(
 
 
 def test_a_start_that_arrives_after_its_cancellation_is_refused(external: ExternalCluster) -> None:
-    """Both use separate connections, so the message that cancels the start may arrive first."""
+    """The two messages use separate connections, so the cancellation may arrive before the start."""
     connection = connection_of(external.client)
     with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
         assert connection.sync(connection.ask("end_instance", instance="late", start_id="cancelled")) is True

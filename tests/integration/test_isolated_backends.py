@@ -26,7 +26,7 @@ def worker_pids(external: ExternalCluster) -> set[int]:
 
 
 class Model:
-    """Answers with its process id and its constructor argument."""
+    """Returns its process id and its constructor argument."""
 
     def __init__(self, inner: Any = None) -> None:
         self.inner = inner
@@ -159,7 +159,7 @@ def make_environment(folder: Path, *paths: Path | str) -> str:
 def test_backends_and_deployments_run_in_their_own_environments(
     client: serve.Client, url: str, tmp_path: Path
 ) -> None:
-    """CL58: a different environment replaces the replicas; another config of the same one does not."""
+    """CL58: a different environment replaces the replicas; a change of the config does not."""
 
     def prefix(request: Any) -> list[Any]:
         import sys

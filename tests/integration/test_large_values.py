@@ -1,4 +1,4 @@
-"""Large values between processes of one machine: they share memory, of which nothing stays behind."""
+"""Large values between processes of one machine use shared memory, which is always released."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with Client(sys.argv[1]) as dask:
 
 
 class Keeper:
-    """Keeps the arrays that it is called with."""
+    """Keeps the arrays among its arguments."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -181,7 +181,7 @@ def test_a_killed_caller_leaves_no_memory(dask: Client, client: serve.Client, is
                 poll_for(lambda: len(segments_of(caller.pid)) > 2)
             finally:
                 caller.send_signal(signal.SIGKILL)
-        # What was received still has its content.
+        # Received arrays keep their content.
         assert handle.options(method_name="last").remote().result(20) == [0]
         (worker,) = pids(dask).values()
         assert segments_of(worker)

@@ -84,7 +84,7 @@ class Callers:
                 connection.close()
 
     def more_streams(self) -> None:
-        """Wait until streams have ended that began after this call."""
+        """Wait until streams that began after this call have ended."""
         until = self.answered["stream"] + 6
         poll_for(lambda: self.answered["stream"] >= until)
 
@@ -100,7 +100,7 @@ def served(dask: Client, **http_options: Any) -> Iterator[tuple[serve.Client, st
 
 @contextmanager
 def loaded(url: str) -> Iterator[None]:
-    """Call the endpoint in all ways while a block runs; none may fail."""
+    """Call the endpoint in all ways while a block runs; no call may fail."""
     with Load(url) as load, Callers(url) as callers:
         yield
         load.more()
@@ -135,7 +135,7 @@ def test_adapt_takes_the_workers_that_hold_nothing_but_one_proxy_of_many() -> No
 
 @pytest.mark.nightly
 def test_the_only_proxy_comes_back_on_its_host_and_port(tmp_path: Path) -> None:
-    # Without a forwarder, or TLS, a host of every address is warned of.
+    # A host of every address, without a forwarder or TLS, causes a warning.
     options = {"host": "0.0.0.0", "trusted_forwarders": ["127.0.0.1"], "return_grace_s": 60}
     with nannied_cluster(1) as dask, served(dask, **options) as (client, url):
         with dask_worker(dask.scheduler.address, tmp_path, name="other", extra=("--host", "127.0.0.2")):

@@ -32,7 +32,7 @@ def second(request: Any) -> list[str]:
 
 
 async def hold(request: Any) -> list[int]:
-    """Block the event loop for as long as asked."""
+    """Block the event loop for the requested time."""
     time.sleep(float(request.query_params.get("s", "0")))
     return [os.getpid()]
 
@@ -157,7 +157,7 @@ def test_children_answer_and_leave_the_rest_to_the_proxy(client: serve.Client, u
 
 
 class Load:
-    """Requests in turns by several threads until told to end; half of them keep their connections."""
+    """Requests from several threads until the end of a block; half of the threads keep their connections."""
 
     def __init__(self, url: str, threads: int = 8) -> None:
         self.replies: list[Reply | Exception] = []
@@ -189,7 +189,7 @@ class Load:
 
 
 def counted(client: Client) -> float:
-    """Return how many requests with the status 200 all workers have counted."""
+    """Return the number of requests with status 200 that all workers have counted."""
 
     def count() -> float:
         from daskserve.telemetry.collector import PROCESS

@@ -143,7 +143,7 @@ def worker_pids() -> set[int]:
 
 @pytest.mark.nightly
 def test_workers_that_die_come_back(client: serve.Client) -> None:
-    """Whatever ends them, with and without requests, one or all; until Dask retires one."""
+    """Whatever ends them, with and without requests, one or all. Retired workers do not come back."""
 
     @serve.deployment(name="mortal")
     class Mortal:
@@ -167,7 +167,7 @@ def test_workers_that_die_come_back(client: serve.Client) -> None:
             return False
 
     def check(dead: set[int]) -> None:
-        """Wait for other workers in place of the dead ones, and for their answers."""
+        """Wait for new workers in place of the dead ones, and for their answers."""
         poll_for(lambda: not dead & worker_pids() and len(worker_pids()) == 2)
         poll_for(answers)
         assert handle.pid.remote().result(20) in worker_pids()

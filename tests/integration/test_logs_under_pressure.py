@@ -1,4 +1,4 @@
-"""Logs of a cluster of processes: followed in the order of time, and with sinks that hang or are full."""
+"""Logs of a cluster of processes: followed in order of time, and with sinks that hang or are full."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Stuck(logging.Handler):
 
 
 class Chatty:
-    """Logs far more than its handler and its file take."""
+    """Logs far more than its handler and its file can write."""
 
     def __init__(self, folder: str) -> None:
         replica = serve.get_replica_context().replica_tag.rpartition("#")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +19,7 @@ from ports import free_port
 
 import daskserve as serve
 from daskserve.cluster.dask.connection import connection_of
+from daskserve.errors import UnavailableError
 
 GRACE_S = 0.5
 SHORT_GRACE = f"import dask; dask.config.set({{'daskserve.scheduler.grace-s': {GRACE_S}}})"
@@ -55,7 +57,7 @@ def slow_stream(request: Any) -> AsyncIterator[str]:
 
 
 class Fetching:
-    """A request in a thread of its own."""
+    """A request in a separate thread."""
 
     def __init__(self, url: str) -> None:
         self.replies: list[Reply] = []
@@ -72,7 +74,7 @@ class Fetching:
 def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(
     how: signal.Signals, tmp_path: Path
 ) -> None:
-    """Of an instance with its records in the scheduler's memory, whose owner lives on."""
+    """The instance has its records in the scheduler's memory, and its owner keeps running."""
     with cluster(tmp_path, 2) as (port, scheduler, _), Client(f"tcp://127.0.0.1:{port}") as dask:
         dask.wait_for_workers(2, timeout=30)
         with serve.start(dask_client=dask, http_options={"port": 0}) as client:
@@ -93,11 +95,47 @@ def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(
             assert load.failures == []
             found = {actor.name: actor.pid for actor in client.status().actors}
             assert first.items() <= found.items()
-            # A program that starts now knows only the secret of this scheduler, and the workers have another.
+            # A program that starts now knows only this scheduler's secret; the workers have another one.
             with Client(f"tcp://127.0.0.1:{port}", set_as_default=False) as other:
                 connection = connection_of(other)
                 view = connection.cluster(client.instance_name)
                 connection.sync(view.call(connection.sync(view.controller()), "ping"))
+        scheduler.kill()
+
+
+def test_an_instance_whose_store_is_away_at_the_schedulers_return_serves_on(tmp_path: Path) -> None:
+    """It takes changes once the store is repaired; until then, they fail with the reason."""
+    store, whole = tmp_path / "store", tmp_path / "whole"
+    store.mkdir()
+    with cluster(tmp_path, 2) as (port, scheduler, _), Client(f"tcp://127.0.0.1:{port}") as dask:
+        dask.wait_for_workers(2, timeout=30)
+        options = {"http_options": {"port": 0}, "store": f"sqlite:///{store}/store.db", "name": "shop"}
+        with serve.start(dask_client=dask, **options) as client:
+            url = serve_pids(client)
+            connection = connection_of(dask)
+
+            def obstacle() -> str:
+                try:
+                    connection.sync(connection.cluster("shop").controller())
+                except UnavailableError as error:
+                    return str(error)
+                return ""
+
+            with Load(url) as load:
+                end(scheduler, signal.SIGKILL)
+                shutil.copytree(store, whole)
+                (store / "store.db").write_bytes(b"damaged" * 1000)
+                scheduler = start_scheduler(port, tmp_path)
+                try:
+                    poll_for(lambda: "'shop' serves, but cannot be changed: The store" in obstacle())
+                    load.more()
+                    shutil.copytree(whole, store, dirs_exist_ok=True)
+                    client.update_backend_config("b", {"num_replicas": 3})
+                    load.more()
+                except BaseException:
+                    scheduler.kill()
+                    raise
+            assert load.failures == []
         scheduler.kill()
 
 

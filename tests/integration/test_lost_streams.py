@@ -21,7 +21,7 @@ from daskserve.errors import ActorLostError, BackPressureError, UnavailableError
 
 #: How long the random joins, cancellations and kills last: ``DASKSERVE_FUZZ_S=600`` for ten minutes.
 FUZZ_S = float(os.environ.get("DASKSERVE_FUZZ_S", "30"))
-#: What is 0 while nobody calls.
+#: The metrics that are 0 while there are no calls.
 GAUGES = (
     "daskserve_continuous_active_requests",
     "daskserve_continuous_queued_requests",
@@ -32,9 +32,9 @@ GAUGES = (
     "daskserve_router_queued_requests",
     "daskserve_router_ongoing_requests",
 )
-#: How much the memory of the callers' process may grow after the first third of that time.
+#: Maximum growth of the callers' memory after the first third of that time.
 MAX_GROWTH = 20 * 2**20
-#: No stream may take longer; one that hangs does.
+#: Maximum duration of a stream; a stream that takes longer hangs.
 PATIENCE_S = 90.0
 
 
@@ -94,7 +94,7 @@ def gauges_not_at_rest(dask: Client) -> dict[str, float]:
 
 
 def memory() -> int:
-    """Return the memory of this process, where the callers are."""
+    """Return the memory of this process, which runs the callers."""
     gc.collect()
     return int(psutil.Process().memory_info().rss)
 

@@ -1,4 +1,4 @@
-"""The notebooks in examples/ run as they stand, each in a kernel of its own."""
+"""The notebooks in examples/ run unchanged, each in a separate kernel."""
 
 from __future__ import annotations
 

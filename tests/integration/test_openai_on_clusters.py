@@ -17,13 +17,13 @@ from clusters import nannied_cluster, pids
 import daskserve as serve
 from daskserve.openai import build_app
 
-#: No stream may take longer; one that hangs does.
+#: Maximum duration of a stream; a stream that takes longer hangs.
 PATIENCE_S = 40.0
 STREAMS = 200
 
 
 class Slow:
-    """Makes four tokens per second."""
+    """Yields four tokens per second."""
 
     async def generate(self, request: Any) -> AsyncIterator[str]:
         for _ in range(request.max_tokens):
@@ -39,7 +39,7 @@ async def read(
     leaves: bool = False,
     begun: Callable[[], object] = bool,
 ) -> str:
-    """Return how a stream ends: ``done``, or the code of an error; ``left`` after its first token."""
+    """Return how a stream ends: ``done``, an error's code, or ``left`` if the caller leaves after a token."""
     message = {"role": "user", "content": "x"}
     body = {"model": "slow", "messages": [message], "stream": True, "max_tokens": count}
     async with client.stream("POST", url, json=body) as answer:
@@ -90,7 +90,7 @@ def test_a_model_killed_in_the_middle_of_200_streams_ends_each_with_an_error_tha
 
 
 def kill_a_model(client: serve.Client, by_worker: Any) -> None:
-    """Kill a worker that has a replica of the model, and not the server."""
+    """Kill a worker that has a replica of the model, but not the server."""
     replicas = [each for each in client.status().actors if each.kind == "replica"]
     server = {each.worker for each in replicas if "OpenAIServer" in each.name}
     victim = next(each.worker for each in replicas if "slow" in each.name and each.worker not in server)
@@ -108,7 +108,7 @@ def test_a_model_takes_requests_again_after_1000_streams_of_which_many_were_refu
 
         async def main() -> tuple[list[str], list[str]]:
             async with AsyncExitStack() as stack:
-                # A client looks through all its connections for each request.
+                # The client searches all of its connections for each request.
                 https = [await stack.enter_async_context(httpx.AsyncClient(timeout=150)) for _ in range(50)]
                 async with asyncio.timeout(200):
                     many = [read(https[n % 50], url, 4, leaves=not n % 3) for n in range(1000)]

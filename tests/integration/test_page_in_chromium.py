@@ -1,4 +1,4 @@
-"""The page in a real browser: what a real cluster shows, and what a scripted stream makes of it."""
+"""The page in a real browser, with data of a real cluster and of a scripted stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HOSTILE = (
 
 
 class OpenGuard:
-    """Lets all requests pass."""
+    """Accepts all requests."""
 
     def refusal(self, request: Any) -> None:
         return None
@@ -58,7 +58,7 @@ class ScriptedFeeds:
     readers = 0
 
     def __init__(self) -> None:
-        #: Whether the scheduler answers what a page asks first, and what it asks of a replica.
+        #: Whether the scheduler answers a page's first request, and its requests about a replica.
         self.answers = asyncio.Event()
         self.answers.set()
         self.feed = Feed("one", None, None)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class ScriptedFeeds:
         self.readers -= 1
 
     def restart(self) -> None:
-        """End the instance, and start another one of its name."""
+        """End the instance, and start another one of the same name."""
         ended, self.feed = self.feed, Feed("one", None, None)  # type: ignore[arg-type]
         ended.end()
 
@@ -86,7 +86,7 @@ class SlowInstances(InstancesHandler):
 
 
 class Posts(RequestHandler):
-    """Answers the REST API, and notes what was asked for."""
+    """Answers requests to the REST API, and records them."""
 
     def initialize(self, notes: list[tuple[str, str, bytes]], feeds: ScriptedFeeds) -> None:
         self._notes = notes
@@ -101,7 +101,7 @@ class Posts(RequestHandler):
     async def get(self, path: str) -> None:
         if path.endswith("/stacks"):
             await self._feeds.answers.wait()
-            # As of a child process that holds its interpreter's lock.
+            # As from a child process that holds its interpreter lock.
             native = {"note": "The process did not answer.", "native": "l1: in hold\n"}
             self.write({"threads": [], "tasks": [], "more_tasks": 0, **native})
         elif "profile" in path and "memory" in self.request.query:
@@ -212,7 +212,7 @@ _METRICS = {
     "queued": 2,
     "continuous": {"active": 6, "slots": 8, "queued": 2, "outputs_per_s": 310.0},
 }
-#: Of a deployment with a continuous batch.
+#: Live metrics of a deployment with a continuous batch.
 LIVE = {**_METRICS, "replicas": 1, "by_replica": {"Front#abc": _METRICS}}
 INSTANCE = {
     "instance": "one",
@@ -333,7 +333,7 @@ async def test_a_thousand_deployments_are_searched_sorted_and_scrolled() -> None
             "scrollTo(0, 0); $('search').value = 'a12'; $('search').oninput({ target: $('search') })"
         )
         await tab.until("document.querySelector('.grid').getAttribute('aria-rowcount') === '11'")
-        # By keys: from the first row to the last one.
+        # With keys: from the first row to the last one.
         await tab.ask("document.querySelector('.rows .row a').focus()")
         await tab.press("End")
         assert "a120" in await tab.until("document.activeElement.getAttribute('href')")
@@ -400,7 +400,7 @@ async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:
         assert "310" in text
         cells = "[...document.querySelectorAll('.rows .row > *')].map((each) => each.textContent)"
         assert {"Slots6/8", "Outputs/s310"} <= set(await tab.ask(cells))
-        # Rows fit in their card, at each width at which columns come or go.
+        # Rows fit in their card at each width at which columns appear or disappear.
         out = (
             "[...document.querySelectorAll('.grid .row > *, .grid .button')].filter((each) => "
             "each.closest('.card').getBoundingClientRect().right < each.getBoundingClientRect().right - 1)"
@@ -425,7 +425,7 @@ async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_ne
         async with asyncio.timeout(10):
             while feeds.readers != 1:  # noqa: ASYNC110 - the handlers only count
                 await asyncio.sleep(0.02)
-        # An instance of the same name, whose controller is not there yet, with events of lower numbers.
+        # A new instance of the same name, whose controller has not started yet, with lower event numbers.
         feeds.restart()
         feeds.set(controller={"is_online": False, "message": "The controller does not answer."})
         await tab.until("site.link === 'off' && $('banner').textContent.includes('What you see')")
@@ -440,7 +440,7 @@ async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_ne
         await tab.open(page.url)
         await tab.until("document.querySelector('h1').textContent === 'Offline'")
         assert await tab.ask("document.querySelectorAll('.tile, .grid').length") == 0
-        # A scheduler that is stopped keeps its connections and answers nothing.
+        # A suspended scheduler keeps its connections, but does not answer.
         feeds.answers.clear()
         feeds.restart()
         await tab.until("$('banner').textContent.includes('did not answer within 7 s')", 20)
@@ -476,7 +476,7 @@ async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_distinguishes_
         assert await tab.ask("document.querySelector('.flame').innerText.split('\\n').join()") == (
             "all, 100 %,works, 100 %"
         )
-        # On a phone, all buttons of a dialog are in it.
+        # On a phone, all buttons of a dialog are inside it.
         await tab.resize(360, 740)
         await tab.until(
             "(() => { const within = document.querySelector('#dialog .choices').getBoundingClientRect();"
@@ -496,7 +496,7 @@ async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_distinguishes_
         shown["replicas"][0]["models"] = models
         page.feeds.set(app__shop=application("shop", Front=shown))
         await tab.until("document.querySelector('.rows').textContent.includes('2 / 3  <b>one</b>, two')")
-        # One answer that fails costs no lines, nor those that follow.
+        # After one failed answer, the existing and the following lines are shown.
         await page.go("/logs")
         shown = "document.querySelectorAll('#logs li').length"
         await tab.until(f"{shown} === 1 && $('main').innerText.includes('No controller answers.')")
@@ -559,7 +559,7 @@ async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:
         await act("/app/shop/refused", "Scale", "Scale")
         page.notes.clear()
         await tab.until("$('dialog').open && $('dialog').textContent.includes('It is autoscaled.')")
-        # While a change is under way, what ran before is offered, and the change itself is not.
+        # During a change, the page offers the previous revision, but not the one being deployed.
         page.feeds.set(app__changing=application("changing", Front=deployment("Front", tag="changing/Front")))
         await page.go("/app/changing")
         await tab.until("document.querySelector('main h1').textContent === 'changing'")
@@ -613,7 +613,7 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
         )
         page.feeds.set(live__Front=LIVE)
         await tab.until("site.deployments.length === 2")
-        # The policy of the page refuses scripts of others, so the checker comes by the browser's own door.
+        # The page's security policy refuses other scripts, so the checker is injected through the browser.
         await tab.send("Page.setBypassCSP", enabled=True)
         await tab.open(page.url)
         await tab.until("site.deployments.length === 2")
@@ -665,7 +665,7 @@ async def test_a_real_cluster_is_shown_as_its_status_says(external: ExternalClus
 
 
 async def lateness(tab: Tab, condition: str, is_so: Callable[[], object], limit_s: float = 40) -> float:
-    """Return how many seconds after the status the page has shown something."""
+    """Return the delay of the page behind the status, in seconds."""
     seen: dict[str, float] = {}
 
     async def watch(name: str, look: Callable[[], Awaitable[object]]) -> None:
@@ -682,7 +682,7 @@ async def lateness(tab: Tab, condition: str, is_so: Callable[[], object], limit_
 
 @pytest.mark.limit_s(300)
 async def test_a_thousand_deployments_are_shown_as_their_status_says(external: ExternalCluster) -> None:
-    """Within a second of the status, though the page gets only what has changed."""
+    """Within a second of the status, although the page only gets changes."""
 
     def model(request: Any) -> str:
         return "one"

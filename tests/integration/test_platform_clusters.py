@@ -1,4 +1,4 @@
-"""The programs on the pages about SSH and job queues serve, on clusters of this machine."""
+"""The programs on the pages about SSH and job queues work on clusters of this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def replaced(program: str, changes: dict[str, str]) -> str:
 
 
 def serves(program: str, folder: Path) -> None:
-    """Run a program until it answers; interrupt it, and see that it ends."""
+    """Run a program until it answers; interrupt it, and check that it ends."""
     port = free_port()
     (folder / "served.py").write_text(program)
     running = Program(["served.py"], folder, environment={"DASK_DASKSERVE__HTTP__PORT": str(port)})
@@ -59,7 +59,7 @@ def serves(program: str, folder: Path) -> None:
 
 @pytest.fixture
 def ssh_port(tmp_path: Path) -> Iterator[int]:
-    """An SSH server on loopback that lets the key in ``tmp_path`` in."""
+    """An SSH server on loopback that accepts the key in ``tmp_path``."""
     if SSHD is None:
         pytest.skip("Debian's package openssh-server is not installed")
     port = free_port()
@@ -104,7 +104,7 @@ def test_the_program_serves_on_an_ssh_cluster(tmp_path: Path, ssh_port: int) -> 
 
 
 def test_the_program_serves_on_workers_of_jobs(tmp_path: Path) -> None:
-    """The form of dask-jobqueue whose jobs are processes of this machine, without a shell."""
+    """Uses the cluster of dask-jobqueue whose jobs are processes of this machine, without a shell."""
     pytest.importorskip("dask_jobqueue")
     cluster, _, program = programs("slurm.md")
     cluster = replaced(

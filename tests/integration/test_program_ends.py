@@ -15,7 +15,7 @@ from dask_processes import ExternalCluster, Program, alive, fetch, is_listening,
 
 import daskserve as serve
 
-#: Starts an instance, prints its addresses, and ends as standard input says.
+#: Starts an instance, prints its addresses, and ends in the way that standard input requests.
 SERVING = """
 import sys
 import daskserve as serve
@@ -249,7 +249,7 @@ def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) ->
         program.kill()
 
 
-#: A forked process calls a handle that it has inherited and one of its own connection, and exits.
+#: A forked process calls an inherited handle, then a handle of its own connection, and exits.
 FORKING = """
 import os
 import sys
@@ -280,5 +280,45 @@ def test_a_forked_process_connects_again_and_exits(tmp_path: Path) -> None:
     try:
         assert program.wait(30) == 0, program.report()
         assert program.output == "status 3\nanswer 8\n"
+    finally:
+        program.kill()
+
+
+#: Starts and ends an instance again and again, and prints what is left of each in this process.
+CYCLING = """
+import gc, os, threading
+import dask
+import daskserve as serve
+
+dask.config.set({"daskserve.local-cluster": {"n-workers": 1, "threads-per-worker": 1}})
+options = {"http_options": {"location": "NoServer"}, "dashboard": False}
+
+def blocking():
+    with serve.start(**options):
+        pass
+
+def detached():
+    serve.start(detached=True, **options).shutdown()
+
+def left():
+    gc.collect()
+    loops = sum(each.name == "IO loop" for each in threading.enumerate())
+    return loops, len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+blocking()
+_, before = left()
+for cycle in (blocking, detached):
+    cycle()
+    loops, files = left()
+    print(loops, files - before, flush=True)
+"""
+
+
+@pytest.mark.nightly
+def test_instances_and_their_clusters_leave_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    program = Program(["-c", CYCLING], tmp_path)
+    try:
+        assert program.wait(50) == 0, program.report()
+        assert program.output == "0 0\n" * 2
     finally:
         program.kill()

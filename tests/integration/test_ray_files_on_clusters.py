@@ -1,4 +1,4 @@
-"""Files of the kinds that Ray Serve's documentation has, on a real cluster: each deploys and answers."""
+"""Each kind of file in Ray Serve's documentation deploys and answers on a real cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of the README that need processes, run as readers run them."""
+"""Runs the blocks of the README that need processes, as readers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure table on real processes: what callers see when processes die, hang or leave."""
+"""The table of failures, on real processes: the results for callers when processes die, hang or leave."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Client]:
 
 @pytest.fixture
 def dask(cluster: Client) -> Client:
-    """Return a cluster of four workers, whatever the tests before have done to them."""
+    """Return a cluster of four workers, whatever earlier tests have done to it."""
     restore(cluster)
     return cluster
 
@@ -110,7 +110,7 @@ class Holds:
 
 @pytest.mark.nightly
 def test_a_draining_replica_ends_although_its_controller_died(tmp_path: Path) -> None:
-    """It finishes its requests in flight, and then nothing of it is left in its worker."""
+    """It finishes its requests in flight, and then leaves nothing in its worker."""
 
     def threads() -> dict[str, list[str]]:
         def look() -> list[str]:
@@ -235,7 +235,7 @@ def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
 
 @pytest.mark.nightly
 def test_restarting_the_cluster_brings_all_deployments_back() -> None:
-    """On a cluster of its own: Dask waits for as many workers as there were nannies, retired ones too."""
+    """A separate cluster, because Dask waits for as many workers as it had nannies, retired ones too."""
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
         dask.restart()

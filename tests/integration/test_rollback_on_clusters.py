@@ -1,4 +1,4 @@
-"""Rollbacks between processes: large constructor arguments return, and files that have changed do not."""
+"""Rollbacks between processes: large constructor arguments are restored, and changed files are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_large_constructor_arguments_return_with_their_revision(client: serve.Cl
 def test_a_rollback_does_not_serve_other_files_under_an_old_name(
     client: serve.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workers have imported the new file, and can only find the new one."""
+    """The workers have imported the new file, and only the new file exists."""
     file = tmp_path / "rollback_shop.py"
     monkeypatch.syspath_prepend(tmp_path)
     with DaskClient(client.scheduler_address) as dask:

@@ -24,8 +24,8 @@ from daskserve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 REPLICAS, SESSIONS, CALLERS, CONNECTIONS = 4, 48, 24, 5
 WORK_S, LOAD_S = 0.02, 2.0
-#: How many times the mean a replica's share of the requests may be. `PrefixAffinity` leaves a replica with a
-#: beginning only if it has `IMBALANCE` more requests than another.
+#: The maximum share of a replica's requests, as a multiple of the mean. `PrefixAffinity` leaves the replica
+#: with a prompt's beginning only if it has `IMBALANCE` more requests than another one.
 BOUND, BOUND_WITH_PREFIXES = 1.25, 1 + IMBALANCE * REPLICAS / CALLERS
 
 
@@ -39,7 +39,7 @@ class Place:
 
 
 class LeastOngoing(RequestRouter):
-    """A router of a user's, by its import path."""
+    """A user's router, given by its import path."""
 
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -69,13 +69,13 @@ ROUTERS: dict[str, Callable[[], Any]] = {
 }
 
 
-#: Those that know where a session was, in all processes.
+#: The routers that send a session to the same replica in all processes.
 BOUND_BY = ("ConsistentHash",)
 
 
 @dataclass
 class Answers:
-    """What callers got: who answered each session, and what failed."""
+    """The results of callers: the replica that answered each session, and the failures."""
 
     places: dict[str, list[str]] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Answers:
 
 
 class Caller:
-    """Sends requests with a prompt and a session over connections that stay, in turn.
+    """Sends requests with a prompt and a session, in turns over persistent connections.
 
     The kernel spreads connections over the proxies, which share a port.
     """
@@ -136,7 +136,7 @@ class Caller:
 
 
 async def load(url: str, seconds: float, during: Callable[[], None] | None = None) -> Answers:
-    """Let callers ask for sessions, each through all proxies, while something happens."""
+    """Let callers send requests of sessions through all proxies while something happens."""
     answers = Answers()
     ends = time.monotonic() + seconds
 
@@ -157,7 +157,7 @@ async def load(url: str, seconds: float, during: Callable[[], None] | None = Non
 
 
 async def one_by_one(url: str) -> Answers:
-    """Ask for each session through each proxy, without other load."""
+    """Send a request of each session through each proxy, without other load."""
     answers = Answers()
     caller = Caller(url, answers)
     for turn in range(CONNECTIONS):
@@ -168,7 +168,7 @@ async def one_by_one(url: str) -> Answers:
 
 
 def stay(before: Answers, after: Answers) -> bool:
-    """Return whether sessions have one replica each, as before unless it is gone or theirs is new."""
+    """Return whether each session kept its replica, except for lost replicas and moves to new ones."""
     for session, places in after.places.items():
         home, place = before.places[session][0], places[0]
         if set(places) != {place} or (place != home and place in before.pids and home in after.pids):

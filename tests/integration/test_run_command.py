@@ -20,7 +20,7 @@ from dask_processes import (
     wait_until_gone,
 )
 
-#: The installed command, whose own folder is not that of the project.
+#: The installed command; its folder is not the project's.
 COMMAND = str(Path(sys.executable).with_name("daskserve"))
 #: The folder of Dask's workers.
 SCRATCH = "dask-scratch-space"
@@ -147,7 +147,7 @@ def test_a_cluster_by_address_gets_an_instance_that_ends_on_sigterm(
 
 @pytest.mark.nightly
 def test_an_application_is_imported_only_where_it_runs(tmp_path: Path) -> None:
-    """One that is deployed by its path, too; and a failed start ends everything."""
+    """Also if it is deployed by its path; and a failed start ends everything."""
     (tmp_path / "shop.py").write_text(ASGI)
     with run(tmp_path, "shop:app", "--port", "0") as program:
         assert fetch(f"{url_of(program)}/x").text == "hello"

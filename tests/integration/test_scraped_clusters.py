@@ -1,4 +1,4 @@
-"""Metrics of a real cluster over its HTTP servers: what is counted, where, and what survives."""
+"""Metrics of a real cluster over its HTTP servers: the counts of each process, and totals that survive."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NoCapacityError, ReplicaStartError
 
-#: Serves until interrupted, as another user of the cluster does.
+#: Serves until it is interrupted, like another user of the cluster.
 OTHER = """
 import sys
 from daskserve.client.verbs.applications import RunTarget
@@ -35,7 +35,7 @@ host(Source((target,)), {"port": 0}, address=sys.argv[1], stay=HostingMode(), re
 
 
 class Version:
-    """Answers with its version, once a file exists that is named after it."""
+    """Returns its version once a file with that name exists."""
 
     def __init__(self, number: str, folder: Path | None = None) -> None:
         self.number = int(number)
@@ -54,7 +54,7 @@ def version(number: str, *arguments: Any, **options: Any) -> serve.Application:
 def run(
     external: ExternalCluster, application: Any, *, name: str = "shop", http: Any = None, **how: Any
 ) -> list[str]:
-    """Do what the command does, and return what it prints."""
+    """Run the function behind the command, and return its output."""
     lines: list[str] = []
     source = Source((RunTarget(application, name, f"/{name}"),), how.pop("timeout_s", None))
     stay = HostingMode(**how)
@@ -64,7 +64,7 @@ def run(
 
 @contextmanager
 def signalled(number: signal.Signals, when: Callable[[], Any]) -> Iterator[None]:
-    """Send this process a signal once a condition holds, and the signal has a handler."""
+    """Send a signal to this process once a condition is true and the signal has a handler."""
 
     def send() -> None:
         poll_for(lambda: signal.getsignal(number) is not signal.SIG_DFL and when())
@@ -78,7 +78,7 @@ def signalled(number: signal.Signals, when: Callable[[], Any]) -> Iterator[None]
 
 @pytest.fixture
 def shop(external: ExternalCluster) -> Iterator[Callable[[], str]]:
-    """A running application that this program did not start; returns what it answers."""
+    """Run an application that this program did not start; return a function that gets its answer."""
     (line,) = run(external, version("1"), http={"port": 0}, is_blocking=False)
     what, _, url = line.rpartition(" at ")
     assert what == "Application 'shop' runs"
@@ -103,13 +103,13 @@ def test_a_change_that_fails_leaves_the_previous_state(
     with pytest.raises(NoCapacityError):
         run(external, version("2", ray_actor_options={"num_gpus": 1}), is_blocking=False, timeout_s=0.2)
     assert shop() == "1"
-    # A first deploy leaves nothing.
+    # If the deploy was the first one, nothing is left.
     (tmp_path / "begun").unlink()
     with signalled(signal.SIGINT, (tmp_path / "begun").exists), pytest.raises(KeyboardInterrupt):
         run(external, version("2", tmp_path), name="new", is_blocking=False)
     (tmp_path / "go").touch()
     poll_for(lambda: list(serve.connect(dask_client=external.client).status().applications) == ["shop"])
-    # What is there already is not changed by chance either.
+    # An application of another program is not replaced by accident.
     with pytest.raises(AlreadyRegisteredError, match="Add --replace to replace it, --restore"):
         run(external, version("2"))
     with pytest.raises(
@@ -170,7 +170,7 @@ def test_an_instance_serves_others_after_the_program_that_started_it(
             assert list(client.status().applications) == ["shop"]
             return True
 
-        # The last application takes the instance with it, because nobody has asked for it to stay.
+        # The instance ends with the last application, because no program started it as detached.
         with signalled(signal.SIGTERM, end_other):
             run(external, version("1"))
         external.assert_clean(topics=False)

@@ -112,7 +112,7 @@ def test_a_lost_worker_fails_only_begun_requests(
 def test_nothing_is_left_when_the_dask_client_is_closed(
     clean_cluster: ExternalCluster, tmp_path: Path
 ) -> None:
-    """The program runs on; its instance ends after its grace period."""
+    """The program continues to run; its instance ends after the grace period."""
     before = clean_cluster.client.run_on_scheduler(splices)
     with cut_off_caller(clean_cluster.address, tmp_path) as caller:
         caller.ask("deploy", "short", None, 2)

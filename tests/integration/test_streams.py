@@ -1,4 +1,4 @@
-"""Large bodies through one hop, and the memory that they take."""
+"""Large bodies over one hop, and their memory."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Busy:
         return str(get_worker().address)
 
     def priorities(self) -> list[int]:
-        """Return the priorities of a task by the option, by its call, and by an annotation."""
+        """Return the priorities of tasks that are set by the option, by the call and by an annotation."""
         client: Any = get_client()
         tasks = [client.submit(abs, -1, pure=False), client.submit(abs, -1, pure=False, priority=7)]
         with dask.annotate(priority=0):
@@ -69,7 +69,7 @@ class Busy:
 
 
 def slow_tasks(client: Client) -> int:
-    """Return how many of the tasks the scheduler knows."""
+    """Return the number of these tasks that the scheduler knows."""
 
     def count(dask_scheduler: Any) -> int:
         return sum("slow" in str(key) for key in dask_scheduler.tasks)
@@ -108,7 +108,7 @@ def test_the_tasks_of_a_request_have_a_low_priority_and_end_with_it(
     ends: list[Callable[[], None]] = [cancelled, awaited, late, disconnected]
     for end in ends:
         end()
-        # Those that run take half a second; all of them would take 12 seconds on two workers.
+        # The running tasks take half a second; all tasks would take 12 seconds on two workers.
         poll_for(lambda: not slow_tasks(external.client), 3, what=end.__name__)
     assert busy.seen.remote().result(LIMIT_S) in ("FutureCancelledError", "CancelledError")
 

@@ -1,4 +1,4 @@
-"""Tasks on real clusters, whose processes are killed: none is lost, and none ends twice."""
+"""Tasks on real clusters whose processes are killed: no task is lost, and none ends twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEASE_S = 3.0
 
 
 class Notes:
-    """Its tasks note in a file that they ran."""
+    """Its tasks record in a file that they ran."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -48,7 +48,7 @@ def run(client: serve.Client, config: serve.tasks.TaskProcessorConfig, folder: P
 
 
 def submitted(config: serve.tasks.TaskProcessorConfig, count: int = COUNT, **options: Any) -> Any:
-    """Submit tasks, twice, and return their adapter."""
+    """Submit the same tasks twice, and return their adapter."""
     tasks: Any = serve.tasks.instantiate_adapter_from_config(config, **options)
     many = [{"task_name": "note", "args": [number], "id": f"t{number}"} for number in range(count)]
     for start in range(0, count, 500):
@@ -133,7 +133,7 @@ def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path:
         time.sleep(LEASE_S + 1)
         os.kill(frozen, signal.SIGCONT)
         ran = check(tasks, notes)
-        # Only those that ran at a kill have run again.
+        # Only tasks that were running when a process was killed have run again.
         assert sum(ran.values()) - COUNT <= 5 * 5 * 3
         tasks.shutdown()
 

@@ -1,4 +1,4 @@
-"""Traces and metrics of a real cluster: what a collector gets, and one that hangs or is away meanwhile."""
+"""Traces and metrics of a real cluster, with a collector that works, hangs or is unreachable."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.nightly
 
 
 class Collector:
-    """Takes spans and metrics, unless it hangs; keeps the spans of one trace, and the totals of counters."""
+    """Receives spans and metrics unless it hangs; keeps the spans of one trace, and counters' totals."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
-        #: By the process and the name.
+        #: The totals, by process and name.
         self.totals: dict[tuple[str, str], float] = {}
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -139,8 +139,9 @@ async def apart(request: Any) -> str:
 
 
 def test_code_in_a_process_of_its_own_has_its_spans_in_the_trace(dask: Client, collector: Collector) -> None:
+    http_options = {"port": 0, "replicas_listen": False}  # otherwise there is no route to a replica
     with serve.start(
-        dask_client=dask, http_options={"port": 0}, tracing_config={"sampling_ratio": 0}
+        dask_client=dask, http_options=http_options, tracing_config={"sampling_ratio": 0}
     ) as client:
         client.run(apart.bind())
         fetch(client.http_urls()[0], headers={"traceparent": PARENT})

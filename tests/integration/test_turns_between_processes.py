@@ -25,7 +25,7 @@ async def slow(request: Any) -> str:
 
 
 def refusals(client: serve.Client, external: ExternalCluster) -> float:
-    """Return how many requests the replicas of this instance have refused."""
+    """Return the number of requests that the replicas of this instance have refused."""
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
@@ -104,8 +104,8 @@ def test_a_killed_program_leaves_the_queue(external: ExternalCluster) -> None:
                 poll_for(lambda: queued_at_replicas(external) == 1)
             finally:
                 program.kill()
-        # The slot becomes free before the patience of the dead program's request ends; it must not get the
-        # slot.
+        # The slot becomes free before the queue timeout of the dead program's request; that request must not
+        # get it.
         holding.cancel()
         began = time.monotonic()
         assert handle.remote().result() == "done"

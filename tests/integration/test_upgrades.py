@@ -1,4 +1,4 @@
-"""An instance on a new cluster takes over the store and the port of the one before it, under load."""
+"""An instance on a new cluster takes over the store and the port of the old instance, under load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_new_cluster_takes_over_and_no_request_fails(tmp_path: Path) -> None:
             http |= {"port": urlsplit(url).port, "take_over": True}
             new = serve.start(dask_client=new_dask, http_options=http, **options)
             assert new.http_urls() == [url]
-            # It listens when all replicas run, not earlier.
+            # It listens once all replicas run, not earlier.
             assert [each.state for each in new.status().replicas("b")] == ["RUNNING", "RUNNING"]
             old.shutdown()
             load.more()
@@ -66,7 +66,9 @@ def test_a_new_cluster_takes_over_and_no_request_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_without_it(tmp_path: Path) -> None:
+def test_an_instance_keeps_its_store_until_another_one_serves_and_continues_without_it(
+    tmp_path: Path,
+) -> None:
     options: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/store.db", "name": "shared"}
     with nannied_cluster(2) as old_dask, dask_cluster() as new_dask:
         old = serve.start(dask_client=old_dask, http_options={"port": 0}, **options)
@@ -102,7 +104,7 @@ def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_withou
 def test_a_cluster_that_is_killed_while_it_takes_over_leaves_one_that_serves(
     when: str, tmp_path: Path
 ) -> None:
-    """And what was acknowledged is there for the next start."""
+    """The next start finds all acknowledged changes."""
     path = tmp_path / "store.db"
     options: dict[str, Any] = {"store": f"sqlite:///{path}", "name": "shared"}
     with dask_cluster() as old_dask, dask_cluster() as next_dask:

@@ -47,13 +47,13 @@ def test_a_silent_server_is_unreachable() -> None:
 
 
 def test_an_http_server_is_unreachable(client: serve.Client, url: str) -> None:
-    """Such as the port of the dashboard, or of daskserve itself, by mistake."""
+    """For example, the port of the dashboard or of daskserve itself, given by mistake."""
     assert_unreachable(url.replace("http", "tcp"))
     assert_unreachable(url)
 
 
 def test_a_worker_address_is_refused(external: ExternalCluster) -> None:
-    """A worker is a Dask server, but no scheduler."""
+    """A worker is a Dask server, but not a scheduler."""
     assert_unreachable(next(iter(external.client.scheduler_info(n_workers=-1)["workers"])))
 
 
@@ -107,7 +107,7 @@ def test_a_closed_dask_client_is_reported(external: ExternalCluster) -> None:
 
 @pytest.mark.nightly
 def test_calls_fail_soon_after_the_scheduler_is_lost(tmp_path: Path) -> None:
-    """When the cluster dies and nobody waits for it, calls fail within seconds and shutdown still works."""
+    """If the cluster dies and no program waits for it, calls fail within seconds; shutdown still works."""
     with ExitStack() as stack:
         stack.enter_context(dask.config.set({"daskserve.scheduler.grace-s": 0}))
         with dask_scheduler(tmp_path) as address:

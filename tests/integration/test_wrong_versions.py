@@ -89,7 +89,7 @@ def test_a_worker_with_a_wrong_version_that_joins_later_is_refused(
 def test_a_worker_of_another_patch_version_that_joins_later_takes_replicas(
     external: ExternalCluster, client: serve.Client, tmp_path: Path
 ) -> None:
-    """It takes replicas like the workers that were there before."""
+    """It gets replicas like the earlier workers."""
     with dask_worker(external.address, tmp_path, prelude=PATCHED, name="late"):
         external.client.wait_for_workers(3)
         workers = external.client.scheduler_info(n_workers=-1)["workers"]

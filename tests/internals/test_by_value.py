@@ -1,4 +1,4 @@
-"""What a program defines works in a process that does not have the program."""
+"""Objects that a program defines work in a process without the program's module."""
 
 import subprocess
 import sys
@@ -9,7 +9,8 @@ import pytest
 pytestmark = pytest.mark.smoke
 
 PROGRAM = Path(__file__).parent.parent / "support" / "program_by_value.py"
-#: Calls the pickled functions; prints those whose results are others than in the program, and their number.
+#: Calls the pickled functions; prints the functions whose results differ from the program's, and their
+#: number.
 RECEIVER = """
 import pickle, sys, traceback
 
@@ -26,7 +27,7 @@ print(len(cases))
 """
 
 
-def test_what_a_program_defines_works_where_the_program_is_not(tmp_path: Path) -> None:
+def test_code_of_a_program_works_without_the_program(tmp_path: Path) -> None:
     file = str(tmp_path / "pickled")
     subprocess.run([sys.executable, str(PROGRAM), file], check=True, cwd=tmp_path)
     receiver = [sys.executable, "-c", RECEIVER, file]

@@ -1,4 +1,4 @@
-"""Internals of a library that are missing raise one error that says what to install."""
+"""If internals of a library are missing, one error says what to install."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def import_from(module: str, name: str = "") -> Callable[[Check], None]:
         (import_from("tornado.gone"), r"No module named 'tornado\.gone'"),
     ],
 )
-def test_what_is_missing_is_named(require: Callable[[Check], None], missing: str) -> None:
+def test_missing_names_are_reported(require: Callable[[Check], None], missing: str) -> None:
     with pytest.raises(LibraryVersionError, match=missing):
         check_with("tornado", require=require)
 
@@ -88,7 +88,7 @@ def test_one_error_names_the_version_all_that_is_missing_and_the_remedy() -> Non
     }
 
 
-def test_what_moved_in_the_standard_library_asks_for_another_python() -> None:
+def test_names_missing_in_the_standard_library_ask_for_another_python() -> None:
     remedy = r"lacks cannot import name 'gone' from 'asyncio'.*Run a Python in that range \(python>=1\)"
     with pytest.raises(LibraryVersionError, match=remedy) as caught:
         check_with(PYTHON, require=import_from("asyncio", "gone"))
@@ -100,7 +100,7 @@ def test_a_library_that_is_not_installed_is_an_import_error() -> None:
         check_with("no-such-library", require=import_from("no_such_library"))
 
 
-def test_what_the_library_itself_lacks_is_an_import_error() -> None:
+def test_missing_dependencies_of_a_library_are_import_errors() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         check_with("tornado", require=import_from("no_such_dependency"))
 

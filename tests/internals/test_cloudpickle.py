@@ -1,4 +1,4 @@
-"""User code is pickled without what belongs to this process alone; the rest is found and named."""
+"""User code is pickled without objects that only this process can use; other such objects are named."""
 
 import asyncio
 import functools
@@ -112,13 +112,13 @@ class OnlyHere:
 
 
 OnlyHere.__module__ = "__main__"
-#: What to write instead, in part.
+#: A part of the remedy.
 OPEN, DEFAULT = "in the __init__ of the class", '"module:name"'
 
 
 @pytest.fixture
 def unpicklable() -> Iterator[dict[str, tuple[Any, str, str]]]:
-    """Values, the way to what cannot be pickled in them, and a part of the remedy."""
+    """Values, the path to their object that cannot be pickled, and a part of the remedy."""
     with socket.socket() as source, open(os.devnull, "r+") as file, Client() as client:
         yield unpicklable_values(source, file, client)
 
@@ -256,7 +256,7 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
     }
 
 
-def test_what_cannot_be_pickled_is_named_with_the_way_to_it_and_a_remedy(
+def test_unpicklable_values_are_named_with_their_path_and_a_remedy(
     unpicklable: dict[str, tuple[Any, str, str]],
 ) -> None:
     for name, (value, way, remedy) in unpicklable.items():

@@ -1,4 +1,4 @@
-"""What Dask finds as its current worker and client in processes that are no workers."""
+"""Dask's current worker and client in processes that are not workers."""
 
 from __future__ import annotations
 

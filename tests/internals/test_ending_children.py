@@ -1,4 +1,4 @@
-"""A process ends its children when it ends, and waits for no longer than they need."""
+"""A process that ends also ends its children, and waits no longer than they need."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_child_may_handle_its_signal() -> None:
 
 
 def test_a_process_whose_children_may_live_longer_again_keeps_nothing() -> None:
-    """A worker may begin and end any number of instances."""
+    """A worker may serve any number of instances, one after the other."""
     before = len(util._finalizer_registry)  # type: ignore[attr-defined]
     for _ in range(3):
         children = child_processes.ChildProcesses()

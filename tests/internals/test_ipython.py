@@ -1,4 +1,4 @@
-"""Errors in IPython: cells have the names that users see, and errors no frames of daskserve."""
+"""Errors in IPython: cells have the names that users see, and tracebacks have no frames of daskserve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model:
 
 @pytest.fixture
 def shell() -> Iterator[Any]:
-    """A shell as that of a notebook, in this process."""
+    """A shell in this process, like a notebook's."""
     interactive = pytest.importorskip("IPython.core.interactiveshell")
     found = interactive.InteractiveShell.instance()
     found.colors = "nocolor"
@@ -44,7 +44,7 @@ def shell() -> Iterator[Any]:
 
 
 def shown_by(shell: Any, cell: str) -> str:
-    """Return what the shell prints for the error of a cell."""
+    """Return the shell's output for the error of a cell."""
     printed: list[str] = []
     shell._showtraceback = lambda kind, error, lines: printed.extend(lines)
     assert shell.run_cell(cell, store_history=True).error_in_exec is not None

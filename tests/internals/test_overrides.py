@@ -23,7 +23,7 @@ CHECKED = (
     "daskserve.cluster.distributed_internals",
     "daskserve.cluster.worker.request_tasks",
 )
-#: Modules that do something when they are imported.
+#: Modules with side effects when they are imported.
 PROGRAMS = ("daskserve.__main__",)
 
 

@@ -1,4 +1,4 @@
-"""Routes are read, added to and removed from an application of Tornado's."""
+"""Routes of a Tornado application are read, added and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What acts when a process forks, and what stays registered for that."""
+"""The functions that run when a process forks, and those that stay registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that user code forks may keep of its parent."""
+"""The parts of its parent that a process forked by user code may keep."""
 
 from __future__ import annotations
 

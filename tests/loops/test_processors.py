@@ -1,4 +1,4 @@
-"""Threads that follow others to their processors."""
+"""Threads that follow other threads to their processors."""
 
 from __future__ import annotations
 

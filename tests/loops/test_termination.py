@@ -1,4 +1,4 @@
-"""SIGTERM: what was given is begun first, and then what was there before ends the process."""
+"""SIGTERM: the registered shutdowns begin first, then the previous handler ends the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.loops.termination import Termination, begin_on, on_sigterm
 
 @pytest.fixture
 def ended() -> Iterator[list[int]]:
-    """Yield the signals that ended this process, which is only a record here."""
+    """Yield the recorded signals that would have ended this process."""
     found: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
     try:
@@ -31,7 +31,7 @@ def sigterm() -> None:
 
 
 class Begun:
-    """Records what was begun, and ends it when a test says so."""
+    """Records the shutdowns that have begun; a test completes them."""
 
     def __init__(self) -> None:
         self.dones: list[Callable[[], None]] = []
@@ -50,7 +50,7 @@ def test_the_process_ends_when_all_that_was_begun_is_done(ended: list[int]) -> N
     assert ended == []
     threading.Thread(target=other.dones[0]).run()
     assert ended == [signal.SIGTERM]
-    sigterm()  # the handler of before is back
+    sigterm()  # the previous handler is restored
     assert ended == [signal.SIGTERM] * 2
 
 
@@ -100,8 +100,8 @@ def test_a_handler_that_was_put_in_front_is_kept_and_calls_on(ended: list[int], 
     assert (len(begun.dones), ended) == (0 if is_removed else 1, [signal.SIGTERM])
 
 
-def test_what_ends_while_another_has_taken_the_signal_sends_none(ended: list[int]) -> None:
-    """Dask puts the default back when its program ends; a signal would then change the exit status."""
+def test_no_signal_is_sent_if_another_handler_was_installed(ended: list[int]) -> None:
+    """Dask restores the default handler when its program ends; a signal would then change the exit status."""
     begun = Begun()
     on_sigterm(begun)
     sigterm()
@@ -147,7 +147,7 @@ def test_a_forked_child_ends_by_the_signal(ended: list[int]) -> None:
     assert len(begun.dones) == 1  # nothing is held back in this process
 
 
-async def test_what_runs_on_an_event_loop_is_done_with_its_task(ended: list[int]) -> None:
+async def test_a_handler_on_an_event_loop_ends_with_its_task(ended: list[int]) -> None:
     may_end = asyncio.Event()
     remove = on_sigterm(begin_on(asyncio.get_running_loop(), lambda: asyncio.ensure_future(may_end.wait())))
     sigterm()

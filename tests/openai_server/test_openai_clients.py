@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 def test_a_client_gets_what_it_expects(name: str, url: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs the extra clients: {name}")
-    # litellm would download a list of prices otherwise.
+    # Otherwise litellm would download a list of prices.
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     ended = subprocess.run(
         [sys.executable, str(PROGRAM), name, url],

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server with engines and clients that do what they should not, without an instance."""
+"""The OpenAI-compatible server with faulty engines and clients, without an instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 class Yields:
-    """An engine that yields what it is given."""
+    """An engine that yields given items."""
 
     def __init__(self, *outputs: Any) -> None:
         self.outputs = outputs
@@ -90,7 +90,7 @@ def test_the_name_of_a_model_may_be_anything() -> None:
 
 
 class Embeds:
-    """An engine that makes one vector of what it is given."""
+    """An engine that returns one vector of given values."""
 
     def __init__(self, *vector: float, delay_s: float = 0) -> None:
         self.vector = vector
@@ -117,7 +117,7 @@ def test_vectors_that_cannot_be_sent_are_errors(engine: Embeds, encoding: str, s
     answer = ask(engine, "embeddings", input="x", encoding_format=encoding)
     assert answer.status_code == status
     assert ("error" in answer.json()) == (status != 200)
-    if status == 500:  # the log of the engine tells the number, the client gets none of it
+    if status == 500:  # the engine's log has the number, the client's error does not
         assert answer.json()["error"]["type"] == "server_error"
         with pytest.raises(
             ValueError, match=f"embed returned {re.escape(repr(engine.vector[-1]))} in a vector"

@@ -53,7 +53,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(parts: list[str], stops
         sent += scanner.feed(part)
         if scanner.found:
             break
-        # Nothing is held back but what may be the beginning of a stop string.
+        # Only text that may be the beginning of a stop string is held back.
         assert sent + scanner.held == text
         assert not scanner.held or any(each.startswith(scanner.held) for each in stops)
     else:
@@ -400,7 +400,7 @@ def test_an_error_is_answered_with_what_a_client_may_know(
 
 
 class Counted:
-    """An engine with what engines may have."""
+    """An engine with all optional methods and attributes."""
 
     context_length = 10
 
@@ -536,7 +536,7 @@ async def test_vectors_that_are_not_made_in_time_are_given_up() -> None:
 
 
 class Iterator:
-    """Asynchronous, and no generator."""
+    """An async iterator that is not a generator."""
 
     def __init__(self, is_closable: bool) -> None:
         self.left, self.is_closed = ["a", "b"], False

@@ -169,7 +169,7 @@ def test_responses_are_made(client: Any) -> None:
 
 
 def test_answers_and_events_have_the_fields_that_openai_declares(client: Any) -> None:
-    """The client accepts answers whose fields are missing or of a wrong type, and other clients do not."""
+    """The official client accepts answers with missing fields or wrong types; other clients do not."""
     chat = {"model": "echo", "messages": USER}
     prompt = {"model": "echo", "prompt": "a b"}
     function = {"type": "function", "name": "add", "parameters": {}}

@@ -169,7 +169,7 @@ def test_the_surge_is_a_number_or_a_percentage_rounded_up(
         ({"max_surge_percent": 33.4}, 2, 0),
     ],
 )
-def test_what_may_be_missing_is_rounded_down_and_shares_are_understood(
+def test_max_unavailable_is_rounded_down_and_takes_percentages(
     options: dict[str, Any], surge: int, unavailable: int
 ) -> None:
     config = BackendConfig(**options)

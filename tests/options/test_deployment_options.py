@@ -1,4 +1,4 @@
-"""The options of `serve.deployment`: checked where they are written, under the names of Ray Serve too."""
+"""The options of `serve.deployment` are checked where they are written, also under Ray Serve's names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Model:
     def __call__(self) -> None: ...
 
 
-#: The parameters of Ray Serve's functions, but for ``*`` and ``**``.
+#: The parameters of Ray Serve's functions, except ``*`` and ``**``.
 RAY_DECORATOR = """
 name version num_replicas ray_actor_options placement_group_bundles placement_group_strategy
 placement_group_bundle_label_selector max_replicas_per_node user_config max_ongoing_requests

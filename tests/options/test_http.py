@@ -1,4 +1,4 @@
-"""What HTTP options reveal, and to whom."""
+"""Which HTTP options are shown, and to whom."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_restated_default_is_found(source: str) -> None:
 
 
 @each_case("message", [ReplicaStart, ProxyStart, ControllerStart, BackendSpec])
-def test_what_carries_options_has_no_defaults(message: type) -> None:
+def test_start_messages_have_no_defaults(message: type) -> None:
     assert dataclasses.is_dataclass(message)
     for field in dataclasses.fields(message):
         is_required = field.default is field.default_factory is dataclasses.MISSING

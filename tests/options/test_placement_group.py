@@ -68,7 +68,9 @@ class Model:
         ),
     ],
 )
-def test_what_is_wrong_is_refused_where_it_is_written(options: dict[str, Any], message: str) -> None:
+def test_invalid_placement_groups_are_refused_where_they_are_written(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         serve.deployment(**options)(Model)
     with pytest.raises(ValueError, match=message):

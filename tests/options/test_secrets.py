@@ -1,4 +1,4 @@
-"""Secrets in options: references, where they are read, and what is shown of them."""
+"""Secrets in options: references, where they are read, and how they are shown."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_missing_variable_is_named() -> None:
     "value",
     [{}, {"env": "A", "file": "/a"}, {"key": VALUE}, {"env": 1}, {"env": ""}, {"file": "a/b"}, 5, [VALUE]],
 )
-def test_what_is_no_reference_is_refused_and_not_shown(value: Any) -> None:
+def test_invalid_secret_references_are_refused_and_not_shown(value: Any) -> None:
     with pytest.raises(ValueError, match="reference") as caught:
         checked_secret(value)
     assert VALUE not in str(caught.value)
@@ -305,5 +305,5 @@ def test_an_option_without_a_secret_is_shown_as_it_is() -> None:
         ("a", {"b": {"password": 1, "c": 2}}, {"b": {"password": HIDDEN, "c": 2}}),
     ],
 )
-def test_what_sounds_like_a_secret_is_hidden(name: str, value: Any, expected: Any) -> None:
+def test_values_with_names_of_secrets_are_hidden(name: str, value: Any, expected: Any) -> None:
     assert without_secrets(name, value) == expected

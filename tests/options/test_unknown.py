@@ -104,7 +104,7 @@ def test_an_option_under_both_its_names_is_refused(
         (HTTPOptions, "prot", "Did you mean 'port'?"),
     ],
 )
-def test_what_was_meant_is_named(model: type[Options], name: str, hint: str) -> None:
+def test_unknown_options_get_a_hint(model: type[Options], name: str, hint: str) -> None:
     assert hint in message_of(model, **{name: 1})
 
 
@@ -199,7 +199,9 @@ class NoRouter:
         (BackendConfig, {"rollout": {"steps": ["101%"]}}, "'101%' is not a share of the traffic"),
     ],
 )
-def test_what_an_option_cannot_be_is_said(model: type[Options], options: dict[str, Any], text: str) -> None:
+def test_errors_name_the_invalid_value_of_an_option(
+    model: type[Options], options: dict[str, Any], text: str
+) -> None:
     try:
         message = message_of(model, **options)
     except NotImplementedError as error:
@@ -255,7 +257,7 @@ def test_values_are_taken_in_each_of_their_forms(
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_what_callers_need_of_the_router_is_published() -> None:
+def test_the_router_options_for_callers_are_published() -> None:
     assert RequestRouterConfig().published() is None
     published = RequestRouterConfig(request_router_class="RoundRobin", session="header:a").published()
     assert published == {

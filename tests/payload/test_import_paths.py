@@ -29,7 +29,7 @@ def write(project: Path, text: str) -> None:
     file = project / "items.py"
     before = file.stat().st_mtime if file.exists() else 0.0
     file.write_text(f"TEXT = {text!r}\n")
-    # Python compares whole seconds to find out whether its compiled file is old.
+    # Python compares whole seconds to decide whether its compiled file is outdated.
     os.utime(file, (before + 2, before + 2))
 
 
@@ -45,7 +45,7 @@ def _without_others() -> Iterator[None]:
 
 
 def deployed() -> ImportPath:
-    """Return the path as a new program sends it, and have this process again with what it had imported."""
+    """Return the path as a new program sends it, and restore this process's imported modules."""
     before = {name: sys.modules[name] for name in ("shop", "items") if name in sys.modules}
     forget()
     importlib.invalidate_caches()
@@ -69,7 +69,7 @@ def test_modules_that_did_not_change_stay(project: Path) -> None:
 
 
 def test_modules_of_an_unknown_version_are_imported_again(project: Path) -> None:
-    """The process has imported them for something else, perhaps long ago."""
+    """The process has imported them for other code, perhaps long ago."""
     import_definition("shop:app")
     write(project, "new")
     assert import_definition(deployed())() == "new"

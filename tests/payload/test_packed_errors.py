@@ -1,4 +1,4 @@
-"""Errors taken apart and put together: what their callers see, whatever their classes do."""
+"""Errors taken apart and put together again: their form for callers, whatever their classes do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from daskserve.payload.pickling import dump_bytes
 
 
 class ApiError(Exception):
-    """As many clients have it: pickle does not know its second argument."""
+    """Like errors of many client libraries: pickle does not know its second argument."""
 
     def __init__(self, message: str, *, response: Any) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class Group(ExceptionGroup[Exception]):
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """Return an error as it is after it was raised by user code."""
+    """Return an error after user code has raised it."""
     try:
         if cause is None:
             raise error
@@ -97,7 +97,7 @@ def raised_by(function: Callable[..., Any], *args: Any) -> BaseException:
 
 
 def crossed(error: BaseException) -> BaseException:
-    """Return what a caller in another process gets; what is packed at once is packed completely."""
+    """Return the error as a caller in another process gets it; packed at once, it is complete."""
     packed = pack_all(error)
     at_once = pack_now(error)
     assert at_once is None or at_once.data == packed.data
@@ -157,7 +157,7 @@ def test_an_error_keeps_its_class_its_text_and_its_values(error: BaseException) 
         assert found.code == 402  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_pickled_is_left_out_and_nothing_else() -> None:
+def test_only_unpicklable_parts_of_an_error_are_left_out() -> None:
     found = crossed(raised(Locked()))
     assert type(found) is Locked
     assert found.args[0] == "locked"
@@ -187,7 +187,7 @@ def test_the_cause_and_the_context_are_those_of_the_user_and_the_traceback_comes
     except KeyError:
         found = crossed(raised(ValueError("second")))
     assert (type(found.__cause__), type(found.__context__)) == (RemoteTraceback, KeyError)
-    # Passed on by another replica, it is the same, and its traceback continues with the one before.
+    # If another replica passes it on, it stays the same, and its traceback continues the earlier one.
     again = crossed(raised(found))
     assert (type(again.__cause__), type(again.__context__)) == (RemoteTraceback, KeyError)
     for each, count in ((found, 1), (again, 2)):
@@ -242,7 +242,7 @@ def test_the_loss_of_another_replica_is_not_mistaken_for_that_of_this_one() -> N
         assert getattr(found, "begun", True)
         assert errors.http_status_of(found) == error.http_status
         assert str(error) in str(found)
-        # Of daskserve itself, it passes bare.
+        # An error of daskserve itself has no other parts.
         assert type(received_error(dump_error(error))) is type(error)
 
 
@@ -250,7 +250,7 @@ def test_the_loss_of_another_replica_is_not_mistaken_for_that_of_this_one() -> N
 
 
 class Code(Exception):
-    """The base of errors whose classes do what they should not."""
+    """The base of errors with faulty classes."""
 
 
 class TextIsNumber(Code):
@@ -322,11 +322,17 @@ def test_notes_of_any_kind_do_no_harm() -> None:
         assert type(crossed(error)) is ValueError
 
 
+def test_a_traceback_among_the_values_of_an_error_is_left_out() -> None:
+    error: Any = raised(ApiError("a", response=None))
+    error.where = [error.__traceback__, "kept"]
+    assert crossed(error).where == [None, "kept"]  # type: ignore[attr-defined]
+
+
 RAN: list[str] = []
 
 
 class Spied(Code):
-    """Notes each use of its code."""
+    """Records each use of its code."""
 
     def __getattribute__(self, name: str) -> Any:
         RAN.append(name)

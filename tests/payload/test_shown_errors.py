@@ -1,4 +1,4 @@
-"""What a user sees of an error: the user's frames, and no others unless they are asked for."""
+"""Errors as users see them: with the user's frames, and with other frames only on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.payload.shown_errors import MAX_LINES, shortened, shown, users_fr
 
 
 def module(name: str, source: str, **names: Any) -> dict[str, Any]:
-    """Return what a module of this name defines."""
+    """Return the names that a module of this name defines."""
     found = {"__name__": name, **names}
     exec(compile(source, f"{name}.py", "exec"), found)
     return found
@@ -50,10 +50,10 @@ OURS, WAY = "daskserve.client.x", "concurrent.futures"
     [
         (ClosedError("gone"), ["shop", OURS, WAY, OURS], ["shop"]),
         (ClosedError("gone"), ["asyncio.runners", "shop", OURS], ["asyncio.runners", "shop"]),
-        # A builder of the user's, which daskserve calls.
+        # A user's builder, which daskserve calls.
         (KeyError("size"), ["main", OURS, "importlib", "shop"], ["main", "shop"]),
         (KeyError("size"), ["main", OURS, "shop", "pydantic.main"], ["main", "shop"]),
-        # What daskserve checks says where it was raised, in case that was not meant.
+        # An error of a check in daskserve shows where it was raised, in case the check is wrong.
         (TypeError("no target"), ["main", OURS, OURS], ["main", OURS]),
         # A mistake in daskserve.
         (AttributeError("x"), ["main", OURS, WAY, OURS], ["main", OURS, WAY, OURS]),

@@ -1,4 +1,4 @@
-"""The transports that the tests of this folder run on."""
+"""The transports for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from daskserve.proxies.server import disconnects
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have servers find out sooner whether a client has left."""
+    """Let servers detect sooner that a client has left."""
     monkeypatch.setattr(disconnects, "PERIOD_S", 0.01)
-    # What is written to clients whose data has ended would be in the responses of a busy machine.
+    # On a busy machine, the bytes that are written to test a half-closed client would be in the responses.
     monkeypatch.setattr(disconnects, "QUICK_S", 0.005)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Have `http_harness.serving` and `run` use a transport, and an event loop."""
+    """Let `http_harness.serving` and `run` use a transport and an event loop."""
     token = TRANSPORT.set(request.param)
     yield request.param
     TRANSPORT.reset(token)
@@ -31,12 +31,12 @@ def transport(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def loop_factory(transport: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes the event loop of a test that is a coroutine function; None for asyncio's own."""
+    """Return the event loop factory for tests that are coroutine functions; None for asyncio's default."""
     return uvloop.new_event_loop if transport.endswith("uvloop") else None
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
-    """Return a server that takes bytes from the test; in nightly runs over sockets, too."""
+    """Return a server that gets bytes from the test; in nightly runs, also over sockets."""
     with fuzzed(request.param) as server:
         yield server

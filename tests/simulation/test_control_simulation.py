@@ -11,11 +11,11 @@ from control_machine import ControlMachine
 from hypothesis import settings
 from schedules import Machine, play_all
 
-#: Number of schedules of the option ``--nightly``: those of the seeds 0, 1 and so on; the first block of each
-#: machine is in every run of the suite. The profile ``nightly`` plays more, from a random seed on;
-#: ``--hypothesis-seed=60`` plays the one of seed 60.
+#: Number of schedules with the option ``--nightly``: those of the seeds 0, 1 and so on. Every run of the
+#: suite plays the first block of each machine. The profile ``nightly`` plays more schedules, from a random
+#: seed on; ``--hypothesis-seed=60`` plays the schedule of seed 60.
 SCHEDULES: dict[type[Machine], int] = {ControlMachine: 200, AppMachine: 100}
-#: How many schedules are one test.
+#: Number of schedules per test.
 BLOCK = 20
 
 
@@ -51,5 +51,5 @@ def blocks(seeds: range) -> list[range]:
 def test_random_schedules_keep_acknowledged_changes_and_reach_the_wanted_state(
     machine: type[Machine], seeds: Sequence[int]
 ) -> None:
-    """Those of applications also leave no half of one."""
+    """Schedules of applications also leave no half-changed application."""
     play_all(machine, seeds, shorten=not settings().derandomize)

@@ -77,7 +77,7 @@ def test_a_load_step_gives_the_same_queue() -> None:
 
 
 def test_a_load_step_gives_about_the_same_replicas() -> None:
-    """Only about, because a single sample can change the number by whole replicas."""
+    """Only approximately, because a single sample can change the number by whole replicas."""
     fluid, exact = both(load(600, step), Service(concurrency=2, duration_s=0.2, start_up_s=10))
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.25)
     assert max(fluid.history.running) == pytest.approx(max(exact.history.running), rel=0.2)

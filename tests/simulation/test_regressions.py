@@ -57,7 +57,7 @@ def test_a_call_to_a_suspended_controller_fails_when_its_cluster_ends() -> None:
 
 
 def test_a_replaced_controller_does_not_answer_with_outdated_state() -> None:
-    """The requested state held when the controller was suspended, but holds no longer."""
+    """The requested state existed when the controller was suspended, but no longer exists."""
     with played(stock="ad") as state:
         state.rest()
         state.harm_controller("suspend", seconds=5.0)
@@ -87,7 +87,7 @@ def test_a_suspended_proxy_does_not_block_callers_forever(stopped: int) -> None:
 
 @each_case("vanished", range(2))
 def test_a_replica_that_routers_still_use_is_not_created_again(vanished: int) -> None:
-    """A new controller finds the replica gone; a second one with its name could be one too many."""
+    """A new controller does not find the replica, which may still run: its name must not be reused."""
     with played(stock="a") as state:
         state.rest()
         state.spoil_actor(vanished, "vanish")

@@ -10,7 +10,7 @@ import pytest
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Service, SimulationResult, simulate
 from daskserve.simulation.report import as_dict, changes, picture, resampled, sparkline, table
-from daskserve.simulation.svg import plot
+from daskserve.simulation.svg import COLOURS, plot
 from daskserve.simulation.trace import Trace
 
 
@@ -60,3 +60,34 @@ def test_a_plot_is_well_formed_and_small() -> None:
     assert len(paths) == 4 + 1 + 3 * 2
     assert not any("nan" in path for path in paths)
     assert len(text) < 20_000
+    # The requests rise from 20 to 200 per second halfway: a tenth of the panel's height, then all of it.
+    assert paths[:2] == ["M70 40V170H880", "M70.0 157.0H475.0V40.0H880"]
+    axis = ["requests/s", "200", "0", "0 s", "30 s", "60 s", "90 s", "120 s"]
+    assert texts[2 : 2 + len(axis)] == axis
+    colours = [element.get("stroke") for element in root.iter() if element.tag.endswith("path")]
+    assert colours[3:5] == [COLOURS[0], COLOURS[1]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "labels"),
+    [
+        (300, ["0 s", "75 s"]),
+        (304, ["0 min", "1.27 min"]),
+        (7204, ["0 h", "0.5 h"]),
+        (7200, ["0 min", "30 min"]),
+    ],
+)
+def test_the_axis_of_a_plot_is_in_seconds_minutes_or_hours(seconds: int, labels: list[str]) -> None:
+    found = simulate(Trace([1.0] * seconds), AutoscalingConfig(max_replicas=2), Service(4, 0.1))
+    texts = [each.text for each in ET.fromstring(plot([found])).iter() if each.tag.endswith("text")]
+    assert texts[4:6] == labels
+
+
+@pytest.mark.parametrize(
+    ("value", "end"),
+    [(0, "1"), (0.03, "0.05"), (1, "1"), (1.1, "2"), (2.1, "2.5"), (300, "500"), (600, "1000")],
+)
+def test_an_axis_ends_with_a_round_number(value: float, end: str) -> None:
+    found = simulate(Trace([value] * 5), AutoscalingConfig(max_replicas=2), Service(4, 0.1))
+    texts = [each.text for each in ET.fromstring(plot([found])).iter() if each.tag.endswith("text")]
+    assert texts[2] == end

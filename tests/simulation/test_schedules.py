@@ -1,4 +1,4 @@
-"""Schedules are the same whenever they are drawn; a failure is named by its seed, and can be shortened."""
+"""The same seed always gives the same schedule. A failure names its seed, and can be shortened."""
 
 from __future__ import annotations
 

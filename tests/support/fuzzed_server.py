@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -238,6 +239,7 @@ class FuzzedServer:
         return begun
 
     def _holdings(self) -> int:
+        gc.collect()  # earlier tests may have left files in reference cycles
         return len(os.listdir("/proc/self/fd"))
 
     def assert_at_rest(self) -> None:

@@ -172,7 +172,7 @@ def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
 
 
 def test_totals_of_deployments_without_replicas_are_dropped_first(scraped: Scraped) -> None:
-    """The counters of others would fall, and Prometheus would count what is left of them again."""
+    """Otherwise the counters of other deployments would fall, and Prometheus would count them again."""
     earlier, present = Metrics((*REQUESTS, 3)), Metrics((*REQUESTS, 1))
     scraped.process.add(earlier)
     scraped.process.add(present)
@@ -285,7 +285,7 @@ def test_a_user_metric_is_exported_per_replica_unless_its_kind_differs(
 
 
 def test_the_application_follows_from_the_tag(scraped: Scraped) -> None:
-    """The label `deployment` keeps the whole tag, so that queries from before mean the same."""
+    """The label `deployment` keeps the whole tag, so that earlier queries keep their meaning."""
     source = Metrics(
         ("deployment_requests", ("i", "shop/model"), 1),
         ("http_requests", ("i", "/shop", "shop/front", "GET", "200"), 2),

@@ -84,7 +84,7 @@ def test_a_field_that_is_not_set_is_as_in_what_is_larger() -> None:
     ],
 )
 def test_a_wrong_config_says_so(wrong: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logging._nameToLevel, "MINE", 5)  # workers do not know it
+    monkeypatch.setitem(logging._nameToLevel, "MINE", 5)  # workers do not know this level
     with pytest.raises((ValidationError, ValueError), match=text):
         LoggingConfig(**wrong)
 
@@ -230,8 +230,8 @@ def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.Mo
         logs.access((*access(proxy="proxy"),))
     assert woken == [1]
     assert list(logs.samples()) == [("log_records_dropped", ("access",), 2)]
-    assert not out.lines  # whoever adds a line formats some, and writes none
-    # Who asks for the logs sees those that are not written.
+    assert not out.lines  # the thread that adds a line formats lines, but writes none
+    # A query for logs also returns lines that are not written yet.
     assert len(logs.ring) == 6
     logs.drain()
     assert len(logs.ring) == 7
@@ -245,7 +245,7 @@ def test_a_line_does_not_wait_for_a_thread_that_formats(monkeypatch: pytest.Monk
 
     def keep(lines: Sequence[AccessLine]) -> None:
         kept.append(len(lines))
-        if len(kept) == 1:  # another one comes while these are formatted
+        if len(kept) == 1:  # another line is added while these are formatted
             for _ in range(3):
                 lines_of_process.add((*access(),))
 
@@ -258,7 +258,7 @@ def test_a_line_does_not_wait_for_a_thread_that_formats(monkeypatch: pytest.Monk
     assert kept == [2, 3]
     assert len(ready[None]) == 5
     assert not for_handlers
-    # Nor does the request fail whose line completes a batch with one that cannot be formatted.
+    # A request does not fail if its line completes a batch with a line that cannot be formatted.
     lines_of_process.add((*access(client=()),))
     lines_of_process.add((*access(),))
     ready, _ = lines_of_process.take()
@@ -275,15 +275,18 @@ def test_memory_is_bounded_by_number_and_by_size() -> None:
     assert len(last["message"]) == MAX_TEXT + 3
     ring.add(record("%s%s", "z" * 1_000_000, "a"), REPLICA)
     assert len(ring) == 1
-    # The traceback is formatted later, and has a size, too.
+    # The traceback, which is formatted later, counts towards the size, too.
     failed = ring.add(record("failed"), REPLICA)
     ring.add_traceback(failed, "t" * MAX_TEXT)
     assert [each["message"] for each in ring.rows()] == ["failed"]
     ring.add_traceback(failed, "t" * 20_000)
     assert not len(ring)
+    for number in range(5):
+        ring.add(record("%s", number), REPLICA)
+    assert len(ring) == 5, "nothing of the others counts any more"
 
 
-def test_what_is_kept_is_text_whatever_is_logged() -> None:
+def test_kept_records_are_text_for_any_logged_value() -> None:
     class Rude:
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -322,6 +325,7 @@ def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) 
         "the last",
     ]
     assert not logs.write(record("later"), REPLICA, has_handlers=False)
+    assert logs.losses() == {}  # not "0 (file)"
     logs.close()
 
 
@@ -446,7 +450,7 @@ def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> 
     log.configure({})
     log.note(request, {**socket, "query_string": b"a=1"}, 2)
     log.refused(("h", 2), "G\nINFO", "", "1.1", 400)
-    # Of another instance, which does not log.
+    # The actor belongs to another instance, which has no logs.
     other.configure(None)
     other.note(request, socket, 0.5)
     log.close()

@@ -1,4 +1,4 @@
-"""Metrics as OpenTelemetry has them, and a collector that is away."""
+"""Metrics in OpenTelemetry's form, and a collector that is unreachable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("opentelemetry.sdk")
 
 
 class Requests:
-    """A source."""
+    """A source of metrics."""
 
     def samples(self) -> list[Any]:
         latency = LatencyHistogram()
@@ -39,7 +39,7 @@ class Requests:
 
 @pytest.fixture
 def received() -> Iterator[tuple[str, list[bytes]]]:
-    """The URL of a collector, and what it has received."""
+    """The URL of a collector, and its received requests."""
     found: list[bytes] = []
 
     class Collector(BaseHTTPRequestHandler):

@@ -56,7 +56,7 @@ MACHINERY = (("threading", "run"), ("daskserve.data", "work"))
         ((("threading", "run"), ("app", "work"), ("queue", "get")), ["work", "get"]),
         # User code that calls daskserve, which calls user code.
         ((*MACHINERY, ("app", "call"), ("daskserve.data", "map"), ("app", "each")), ["call", "map", "each"]),
-        # The main module of a process, which waits.
+        # The main module of a process that waits.
         ((("__main__", "<module>"), *MACHINERY), []),
         ((("__main__", "<module>"), *MACHINERY, ("__main__", "call")), ["call"]),
     ],
@@ -167,7 +167,7 @@ def test_lines_that_hold_memory_are_named_and_tracing_ends() -> None:
     tracer.start()
     while not tracemalloc.is_tracing():
         pass
-    # Of another replica in this process.
+    # A thread of another replica in this process.
     is_over = threading.Event()
     is_over.set()
     assert memory.trace_memory(20, is_over)["was_ended"] is False

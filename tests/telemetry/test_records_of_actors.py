@@ -36,7 +36,7 @@ def test_records_of_an_instance_in_this_process_have_their_fields(
         (url,) = client.http_urls()
         request = urllib.request.Request(f"{url}/x", headers={"x-request-id": "r1"})
         urllib.request.urlopen(request, timeout=PATIENCE_S).close()
-        # Its handlers have it at once.
+        # Its handlers get the record at once.
         (record,) = (each for each in caplog.records if each.name == "mine")
         fields = ("application", "deployment", "request_id", "route", "component_name", "instance")
         assert [vars(record)[name] for name in fields] == ["a", "answer", "r1", "/", "replica", "local"]

@@ -1,4 +1,4 @@
-"""Spans as bytes of OTLP: the same as OpenTelemetry's own encoder writes."""
+"""Spans as bytes of OTLP: the same bytes as from OpenTelemetry's own encoder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_batch_is_what_opentelemetry_would_send() -> None:
         assert ours == encode_spans([readable(each) for each in found])
 
 
-def test_what_is_odd_spoils_no_batch() -> None:
+def test_unencodable_values_do_not_spoil_a_batch() -> None:
     tracing = Tracing("shop", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None, post_of)
     first = tracing.span("\ud800", NO_PARENT, {"n": 2**70, "text": "\ud800"})
     second = tracing.span("\ud800", NO_PARENT, {"n": object(), "m": 1})

@@ -1,4 +1,4 @@
-"""The spans of each kind of request, and what a slow one waited for, told by its trace alone."""
+"""The spans of each kind of request, and the waits of slow requests as their traces show them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["collected"]
 
 
 def named(found: Collected, name: str) -> Any:
-    """Return the one span of a name."""
+    """Return the only span of a name."""
     until(lambda: any(each.name == name for each in found.spans))
     (span,) = [each for each in found.spans if each.name == name]
     return span

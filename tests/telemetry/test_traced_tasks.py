@@ -1,4 +1,4 @@
-"""Tasks of Dask in a trace: they run in it, keep their keys, and need nothing on their workers."""
+"""Dask tasks in a trace: they run in the trace, keep their keys, and need nothing on their workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_task_has_the_key_that_it_has_without_a_trace() -> None:
     assert (funcname(task), tokenize(task, 1)) == (funcname(ids), tokenize(ids, 1))
 
 
-def test_what_dask_treats_apart_is_left_as_it_is() -> None:
+def test_special_values_of_dask_are_left_unchanged() -> None:
     async def run() -> None: ...
 
     for each in (run, dict, "a key"):

@@ -1,4 +1,4 @@
-"""Traces in one process: spans under the right parents, contexts passed on, and exporters that fail."""
+"""Traces in one process: spans have the right parents, contexts are passed on, and exporters may fail."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def test_steps_of_a_continuous_batch_link_to_their_calls(collected: Collected, p
     assert sorted(each.attributes["daskserve.outputs"] for each in calls) == [3, 5]
     assert all(path_of(each, spans).split(" < ")[1] == "user code __call__" for each in calls)
     batches = [each for each in spans if each.name == f"batch {name}"]
-    # One for each set of calls, and not for each step; the two calls may have begun one after the other.
+    # There is a span for each set of calls, not for each step. The two calls may have begun one after the
+    # other.
     assert sum(each.attributes["daskserve.batch.steps"] for each in batches) in (5, 6)
     assert len(batches) in (2, 3)
     ids = {each.context.span_id for each in calls}
@@ -175,7 +176,7 @@ def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(
     assert root.attributes["http.route"] == "/"
     assert str(root.attributes["user_agent.original"]).startswith("Python-urllib/")
     assert any((each.attributes or {}).get("of.user") == "yes" for each in spans)
-    # The same durations, and the trace as an example of them.
+    # The metrics have the same durations, with the trace as their exemplar.
     replica = named["replica Front"]
     seconds = (replica.end_time - replica.start_time) / 1e9
     [line] = [each for each in text.splitlines() if _is_bucket(each, "daskserve_replica_request", "Front")]
@@ -323,7 +324,7 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(colle
     assert samples["trace_spans_failed"] + samples["trace_spans_dropped"] == 4 * MAX_PENDING
 
 
-def test_who_ends_spans_exports_those_that_are_encoded_quickly(
+def test_the_code_that_ends_spans_exports_those_that_are_encoded_quickly(
     collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "GATHER_S", 60)  # the thread takes none

@@ -285,8 +285,8 @@ def applications_in(application: Application) -> list[Application]:
     try:
         visit((application.args, application.kwargs), note)
     except Exception as error:
-        # A foreign object may raise anything when it is pickled. `make_spec` raises it later and adds where
-        # the object is.
+        # A foreign object may raise anything when it is pickled. `make_spec` raises it later, with the place
+        # of the object.
         logger.debug("The arguments of %s cannot be pickled: %r", application, error)
     if unbound:
         raise unbound_error(application.deployment.name, unbound[0])

@@ -16,7 +16,7 @@ from daskserve.data.replica.user_code.class_app import ingress, is_asgi_app
 from daskserve.errors import BadRequestError
 from daskserve.payload.importing import import_definition
 
-#: Kinds of parameters that a builder's cannot have, and classes that its dict of arguments is not.
+#: A builder's parameter is of none of these kinds, and its annotation is none of these classes.
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _NO_ARGUMENTS = (str, bytes, bool, int, float, list, tuple, set)
 #: Flask, Django's `get_wsgi_application` and others.

@@ -56,10 +56,9 @@ async def _run(
         What ``.bind()`` returns; a builder, which is a function with one parameter that returns it; or the
         import path of one of them, such as ``"module:app"``.
     blocking : bool
-        Whether to serve until Ctrl-C or SIGTERM. Then everything that this program has started ends: its
-        instance, unless other programs have deployed something on it; otherwise the application, unless
-        another call has deployed it before or since. Prints the address, and a line for each change after
-        that.
+        Whether to serve until Ctrl-C or SIGTERM. Then the instance ends, if this program started it and no
+        other program has deployed something on it. Otherwise only the application ends, unless another call
+        has deployed it before or since. Prints the address, and a line for each change after that.
     name : str
         The application's name. Applications of different names run side by side.
     route_prefix : str, optional
@@ -68,8 +67,8 @@ async def _run(
     args : dict, optional
         The argument of a builder, which gets it as a dict or as the pydantic model of its annotation.
     http_options : HTTPOptions or dict, optional
-        HTTP options of the instance, if this call starts it. Options that differ from those of an instance
-        that runs already cause a warning, and do not change it.
+        HTTP options of the instance, if this call starts it. If an instance runs already, options that differ
+        from its own cause a warning and have no effect.
     timeout_s : float, optional
         Timeout of the whole change, in seconds; then the change is rolled back and the call fails. Default:
         the change fails after ``daskserve.timeouts.change-s`` (60 seconds) without progress, or once a

@@ -38,11 +38,11 @@ async def _connect(
 ) -> ClientT:
     """Return a client of a running instance; never starts an instance or a cluster.
 
-    Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
-    cluster given by ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
-    configuration, in this order; without a detached instance, the one that ``serve.run`` started there; or
-    the only one there is, even if it ends with the program that started it.
-    While ``serve.run(..., local=True)`` serves in this process, or in a block of
+    Inside a backend, this is the backend's own instance. Elsewhere, the cluster is given by ``dask_client``,
+    ``address``, Dask's default client or Dask's ``scheduler-address`` configuration, in this order. The
+    instance is the detached instance of this cluster; if there is none, the instance that ``serve.run``
+    started there; otherwise the only instance, even if it ends with the program that started it. While
+    ``serve.run(..., local=True)`` serves in this process, or in a block of
     ``daskserve.testing.local_instance``, it is that instance, unless the call names a cluster.
 
     Parameters
@@ -177,7 +177,7 @@ async def _find_instance(
 
 
 def named_instance(running: Mapping[InstanceName, Any], name: InstanceName | None) -> InstanceName | None:
-    """Return the instance with a name, or without a name the shared or only one; None if there is none.
+    """Return the instance with a name; without a name, the shared or only instance; None without any.
 
     Raises
     ------
@@ -204,11 +204,11 @@ async def find_default(
 ) -> InstanceConnection | None:
     """Return a connection to the instance that module-level functions use; None if there is none.
 
-    In a replica it is the replica's own. Elsewhere it is the instance of the current block of
-    `daskserve.testing.local_instance`, or the local instance of this process; otherwise the instance that
-    `run` started in this process; otherwise the latest running instance that `start` started here; otherwise
-    the one that ``choose`` finds on this process's Dask cluster. With ``joins``, a process without a cluster
-    joins that of Dask's configuration.
+    In a replica, it is the replica's own instance. Elsewhere, it is the first of these that exists: the
+    instance of the current block of `daskserve.testing.local_instance`; the local instance of this process;
+    the instance that `run` started in this process; the latest running instance that `start` started here;
+    the instance that ``choose`` finds on this process's Dask cluster. With ``joins``, a process without a
+    cluster joins the cluster of Dask's configuration.
     """
     near = _near_instance(may_be_local=may_be_local)
     if near is not None:

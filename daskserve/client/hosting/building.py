@@ -78,7 +78,7 @@ def build_configured(
     Parameters
     ----------
     scan : ModuleScan, optional
-        The one of all applications that are built together.
+        The scan that all applications built together share.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from daskserve.cluster.actors.controller_calls import call_controller, calls_of
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.formatting import shown
-from daskserve.common.types import GoalId, InstanceName
+from daskserve.common.types import ActorAddress, GoalId, InstanceName
 from daskserve.errors import (
     ClosedError,
     ClusterUnreachableError,
@@ -29,6 +29,8 @@ logger = logging.getLogger("daskserve.client")
 POLL_S = 25.0
 #: How long a call is retried while the controller is being replaced.
 CONTROLLER_S = 30.0
+#: How long after a deadline the controller's answer may arrive. It says why the change is not complete.
+ANSWER_S = 1.0
 #: Interval at which a running call checks whether its controller is still the current one.
 CHECK_S = 1.0
 
@@ -70,10 +72,19 @@ class ControllerCalls:
 
         call = calls_of(cluster.call, verb, message)
 
-        try:
+        async def attempt(controller: ActorAddress) -> Any:
+            # Again with each attempt: a scheduler that replaces a lost one may not have the parcels.
             await self.send_parcels(specs)
+            return await call(controller)
+
+        try:
             return await call_controller(
-                cluster, call, clock=self.cluster_connection.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
+                cluster,
+                attempt,
+                clock=self.cluster_connection.clock,
+                check_s=CHECK_S,
+                patience_s=CONTROLLER_S,
+                resumed_at=lambda: cluster.resumed_at,
             )
         except NotRunningError as error:
             raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error
@@ -84,6 +95,23 @@ class ControllerCalls:
                 f"The connection to the Dask scheduler {self.cluster_connection.scheduler_address} "
                 f"was lost: {error}"
             ) from error
+
+    async def call_until(self, deadline: float | None, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb; None if it does not arrive in time.
+
+        The controller may take longer than it is told to wait: it hangs or is being replaced, or it waits for
+        a proxy that hangs.
+        """
+        call = self.call(verb, **message)
+        if deadline is None:
+            return await call
+        left_s = max(0.0, deadline - self.cluster_connection.clock.now())
+        try:
+            return await self.cluster_connection.clock.wait_for(call, left_s + ANSWER_S)
+        except TimeoutError as error:
+            if isinstance(error, ServeError):  # the error of the change
+                raise
+            return None
 
     async def send_parcels(self, specs: Sequence[BackendSpec]) -> None:
         """Send the parcels of specs to the scheduler, unless this process does not have their content."""
@@ -136,23 +164,29 @@ class ControllerCalls:
             left_s = (
                 POLL_S if deadline is None else min(POLL_S, deadline - self.cluster_connection.clock.now())
             )
-            answer: Mapping[str, Any] = await self.call(
-                "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s), until_served=until_served
+            answer: Mapping[str, Any] | None = await self.call_until(
+                deadline, "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s), until_served=until_served
             )
+            if answer is None:
+                return None
             if answer["is_done"]:
-                await self.wait_until_applied(answer.get("snapshot"))
+                await self.wait_until_applied(answer.get("snapshot"), deadline)
                 return answer
             if deadline is not None and self.cluster_connection.clock.now() >= deadline:
                 return None
 
-    async def wait_until_applied(self, snapshot: Sequence[int] | None) -> None:
-        """Wait until this process's routers, if it has any, have applied a change."""
+    async def wait_until_applied(self, snapshot: Sequence[int] | None, deadline: float | None = None) -> None:
+        """Wait until this process's routers, if it has any, have applied a change; not after a deadline."""
         cluster = self.cluster_connection.cluster(self.instance)
         if snapshot is not None and "routers" in cluster.shared:
+            wait_s = POLL_S
+            if deadline is not None:
+                left_s = max(0.0, deadline - self.cluster_connection.clock.now())
+                wait_s = min(POLL_S, left_s + ANSWER_S)
             try:
-                await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)
+                await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), wait_s)
             except TimeoutError:
-                logger.warning("This process received no notification of a change within %s s", POLL_S)
+                logger.warning("This process received no notification of a change within %s s", shown(wait_s))
 
 
 def _specs_in(message: Mapping[str, Any]) -> list[BackendSpec]:

@@ -180,6 +180,11 @@ class Verbs:
         self._connection.check_open()
         return await self._run(self._connection.calls.call(verb, **message))
 
+    async def _call_until(self, deadline: float | None, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb; None if it does not arrive before a deadline."""
+        self._connection.check_open()
+        return await self._run(self._connection.calls.call_until(deadline, verb, **message))
+
     async def _submit(self, verb: str, **message: Any) -> Any:
         """Return the controller's answer to a verb that changes something, in the name of this program."""
         return await self._call(verb, **message, by=this_program())

@@ -97,7 +97,7 @@ class ApplicationVerbs(HandleVerbs):
         async with self._withdrawn_if_interrupted(*(each.request_id for each in specs)):
             answer = await self._submit("deploy_applications", apps=specs, expected=expected)
             if blocking:
-                # Wait for all goals: a failed one does not end the others.
+                # Wait for all goals, even if one fails.
                 goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
                 failures = [await self._failure(name, goal) for name, goal in goals]
                 for failure in filter(None, failures):

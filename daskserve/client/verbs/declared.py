@@ -108,9 +108,16 @@ class DeclaringVerbs(Verbs):
         deadline = None if timeout_s is None else clock.now() + timeout_s
         while True:
             left_s = ROUND_S if deadline is None else max(0.0, min(ROUND_S, deadline - clock.now()))
-            found = await self._call("wait_for_config", version=version, names=names, timeout_s=left_s)
+            found = await self._call_until(
+                deadline, "wait_for_config", version=version, names=names, timeout_s=left_s
+            )
+            if found is None:
+                raise RequestTimeoutError(
+                    f"The configuration is not deployed after {timeout_s} s: the controller, or a proxy that "
+                    "it asked, did not answer. The deploy continues."
+                )
             if found["is_done"]:
-                await self._connection.calls.wait_until_applied(found.get("snapshot"))
+                await self._run(self._connection.calls.wait_until_applied(found.get("snapshot"), deadline))
                 return dict(found["applications"])
             waiting = {
                 name: each["message"] or each["status"]

@@ -25,7 +25,7 @@ logger = logging.getLogger("daskserve.client")
 
 
 class DefaultRoute(enum.Enum):
-    """Distinguishes an omitted route from None, which means no route; the same object in every process."""
+    """Stands for an omitted route, because None means no route. Pickling keeps its identity."""
 
     NAME = "a slash and the name"
 
@@ -191,7 +191,7 @@ class DeploymentVerbs(Verbs):
         return {name: _info_of(each) for name, each in found.items()}
 
     async def stored_deployments(self, name: str | None = None) -> dict[str, StoredDeployment]:
-        """Return one deployment, or all, by name, as they were deployed; for `daskserve.get_deployment`.
+        """Return the deployments by name, all or one, as they were deployed; for `daskserve.get_deployment`.
 
         Raises
         ------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -74,13 +73,16 @@ class ModelVerbs(Verbs):
         )
         chosen = str(answer["version"])
         clock = self._connection.cluster_connection.clock
-        deadline = math.inf if timeout_s is None else clock.now() + timeout_s
+        deadline = None if timeout_s is None else clock.now() + timeout_s
         while True:
-            wait_s = max(0.0, min(WAIT_S, deadline - clock.now()))
-            found = await self._call(
-                "wait_for_model", name=deployment, model=model, version=chosen, timeout_s=wait_s
+            wait_s = WAIT_S if deadline is None else max(0.0, min(WAIT_S, deadline - clock.now()))
+            found = await self._call_until(
+                deadline, "wait_for_model", name=deployment, model=model, version=chosen, timeout_s=wait_s
             )
             what = f"Version {chosen} of model {model!r}"
+            late = f"{what} was not loaded within {timeout_s} s; loading continues."
+            if found is None:
+                raise RequestTimeoutError(late)
             if found["state"] in ("READY", "ROLLING_OUT"):
                 return chosen
             if found["state"] == "TAKEN_BACK":
@@ -89,8 +91,8 @@ class ModelVerbs(Verbs):
                 raise DeployError(f"{what} could not be loaded: {found['reason']}")
             if not found["state"]:
                 raise NotFoundError(f"{what} was unloaded before it was ready.")
-            if clock.now() >= deadline:
-                raise RequestTimeoutError(f"{what} was not loaded within {timeout_s} s; loading continues.")
+            if deadline is not None and clock.now() >= deadline:
+                raise RequestTimeoutError(late)
 
     async def unload_model(self, deployment: str, model: str, version: str | None = None) -> None:
         """Unload a version of a model, or all, from all replicas; return before the replicas have unloaded

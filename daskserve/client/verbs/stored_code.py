@@ -39,7 +39,8 @@ class StoredCode:
         BadRequestError
             It cannot be unpickled here.
         NotFoundError
-            The code is large, so only the instance had it, and no longer has it; or the store has lost it.
+            The store has lost the code; or the code is large, and the instance, which alone had it, has lost
+            it.
         """
         if not self.code:
             raise NotFoundError(

@@ -136,8 +136,8 @@ def waits_for(status: Status, goal: GoalId) -> str:
         (states.count("SHOULD_STOP") + states.count("STOPPING"), "stopping"),
     )
     parts = [f"{count} {what}" for count, what in counts if count]
-    message = backend.message.partition("\n")[0]
-    return "; ".join([", ".join([text, *parts]), *([message] if message else [])])
+    messages = [backend.message.partition("\n")[0], status.problems.get("store", "")]
+    return "; ".join([", ".join([text, *parts]), *filter(None, messages)])
 
 
 async def wait_visibly(

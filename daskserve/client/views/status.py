@@ -177,8 +177,8 @@ class Status(FromPlain):
     epoch : int
         Number of controllers that the instance has had.
     owns_store : bool
-        False if another cluster has taken over the store, or before this instance has: it serves and replaces
-        lost replicas and proxies, but accepts no changes.
+        False if another cluster has taken over the store, or this instance has not taken it over yet. The
+        instance then serves and replaces lost replicas and proxies, but accepts no changes.
     applications : dict
         The `ApplicationStatus` of each application, by name.
     actors, backends, endpoints, goals

@@ -107,6 +107,7 @@ class ProcessView:
         self.routes = WorkerRoutes(channels, clock)
         self.shared: dict[str, Any] = {}
         self.is_ended = False
+        self.resumed_at: float | None = None
         self._channels = channels
         self._registry = registry
         #: The address of the worker in this process; empty if there is none.

@@ -51,6 +51,7 @@ async def call_controller(
     clock: Clock,
     check_s: float,
     patience_s: float = float("inf"),
+    resumed_at: Callable[[], float | None] = lambda: None,
 ) -> T:
     """Call the controller, or its successor if it is replaced during the call.
 
@@ -64,6 +65,9 @@ async def call_controller(
         Interval at which a running call checks whether its controller was replaced.
     patience_s : float
         Time after the first attempt during which a call is retried.
+    resumed_at : callable
+        Returns when a scheduler last replaced a lost one, from which time ``patience_s`` counts again: its
+        controllers need a moment, and an attempt waits for the scheduler however long it is away.
 
     Raises
     ------
@@ -74,7 +78,7 @@ async def call_controller(
     Exception
         Any other error of the finder or the call.
     """
-    deadline = clock.now() + patience_s
+    began = clock.now()
     while True:
         try:
             return await _call_present(finder, call, check_s)
@@ -82,7 +86,7 @@ async def call_controller(
             raise
         except UnavailableError:
             finder.forget_controller()
-            if clock.now() > deadline:
+            if clock.now() > max(began, resumed_at() or began) + patience_s:
                 raise
         await clock.sleep(CONTROLLER_RETRY_S)
 

@@ -348,6 +348,7 @@ class Channel:
         finally:
             # Not a done callback, which costs one more loop iteration; `_cancel` covers the exception.
             self._accepted.pop(number, None)
+            del stream.task  # a cancelled task refers to its frames: the cycle would keep the request
 
     def _cancel(self, number: int, stream: AcceptedStream) -> None:
         stream.task.cancel()

@@ -95,6 +95,32 @@ async def ask_if_supervised(client: Client, verb: str, **message: Any) -> Any:
     return await ask_supervisor(client, verb, **message)
 
 
+async def _ask_of_instance(client: Client, verb: str, *, instance: InstanceName, **message: Any) -> Any:
+    """Call a verb for a change or a question to an instance; see `ask_supervisor`.
+
+    Raises
+    ------
+    UnavailableError
+        The scheduler was lost, or another one does not know the instance, or not yet. So the caller looks for
+        the controller again, which shows whether the instance has ended.
+    """
+    try:
+        return await ask_supervisor(client, verb, instance=instance, **message)
+    except NotRunningError as error:
+        raise UnavailableError(
+            f"The instance has ended, or is being restarted on another scheduler: {error}"
+        ) from error
+    except OSError as error:
+        raise _lost_scheduler(client, error) from error
+
+
+def _lost_scheduler(client: Client, error: OSError) -> Exception:
+    """Return the error of a call during which the scheduler was lost; the same one if it will not return."""
+    if isinstance(error, ServeError) or client.status not in ("running", "connecting"):
+        return error
+    return UnavailableError(f"The scheduler was lost during a call: {error}")
+
+
 class RemoteStore:
     """The instance's store, which lives in the scheduler process."""
 
@@ -106,7 +132,7 @@ class RemoteStore:
         self._ownership = StoreOwnership.HELD
 
     async def load(self) -> Mapping[str, bytes]:
-        found = await ask_supervisor(self._client, "load_records", instance=self._instance)
+        found = await _ask_of_instance(self._client, "load_records", instance=self._instance)
         self.learn(found)
         records: Mapping[str, bytes] = found["records"]
         return records
@@ -139,29 +165,23 @@ class RemoteStore:
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]
     ) -> Mapping[str, bytes | None] | None:
-        message = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
-        found = await ask_supervisor(self._client, "take_over_records", instance=self._instance, **message)
+        message: dict[str, Any] = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
+        found = await _ask_of_instance(self._client, "take_over_records", instance=self._instance, **message)
         self.learn(found)
         changed: Mapping[str, bytes | None] | None = found["changed"]
         return changed
 
     async def _write(self, verb: str, epoch: int, change: StoreChange, **message: Any) -> None:
-        try:
-            condition = await ask_supervisor(
-                self._client,
-                verb,
-                instance=self._instance,
-                epoch=epoch,
-                records=dict(change.records),
-                parcels=dict(change.parcels),
-                **message,
-            )
-            self.learn(condition)
-        except NotRunningError as error:
-            # The next lookup of the controller shows callers which of the two is true.
-            raise UnavailableError(
-                f"The instance has ended, or is being restarted on another scheduler: {error}"
-            ) from error
+        condition = await _ask_of_instance(
+            self._client,
+            verb,
+            instance=self._instance,
+            epoch=epoch,
+            records=dict(change.records),
+            parcels=dict(change.parcels),
+            **message,
+        )
+        self.learn(condition)
 
 
 class RemoteTaskQueues:
@@ -206,9 +226,8 @@ class DaskCluster(ProcessView):
         self._client = client
         self._worker = local_worker
         self._controller: ActorAddress | None = None
-        self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
+        self._parcels = ParcelCarrier(partial(_ask_of_instance, client, instance=instance))
         self._topic = TopicSubscription(client, topic_of(instance), clock)
-        self._resumed_at: float | None = None
 
     def _forget_worker(self, worker: WorkerAddress) -> None:
         super()._forget_worker(worker)
@@ -233,11 +252,11 @@ class DaskCluster(ProcessView):
             PROCESS.forget(self.instance)
 
     async def workers(self) -> Sequence[WorkerInfo]:
-        answer = await ask_supervisor(self._client, "workers", instance=self.instance)
+        answer = await _ask_of_instance(self._client, "workers", instance=self.instance)
         return [WorkerInfo(**worker) for worker in answer["workers"]]
 
     async def refused_workers(self) -> Mapping[WorkerAddress, str]:
-        answer = await ask_supervisor(self._client, "workers", instance=self.instance)
+        answer = await _ask_of_instance(self._client, "workers", instance=self.instance)
         refused: Mapping[WorkerAddress, str] = answer["refused"]
         return refused
 
@@ -246,18 +265,22 @@ class DaskCluster(ProcessView):
     ) -> Sequence[Mapping[str, Any]]:
         if not by_scheduler:
             return await super().inspect(worker, metrics_of=metrics_of)
-        message = {"instance": self.instance, "worker": worker, "metrics_of": list(metrics_of)}
-        actors: Sequence[Mapping[str, Any]] = await ask_supervisor(self._client, "inspect", **message)
+        message: dict[str, Any] = {
+            "instance": self.instance,
+            "worker": worker,
+            "metrics_of": list(metrics_of),
+        }
+        actors: Sequence[Mapping[str, Any]] = await _ask_of_instance(self._client, "inspect", **message)
         return actors
 
     async def report(self, epoch: int, report: UsageReport) -> bool:
-        message = {"instance": self.instance, "epoch": epoch, **report.plain()}
-        is_adaptive: bool = await ask_supervisor(self._client, "report", **message)
+        message: dict[str, Any] = {"instance": self.instance, "epoch": epoch, **report.plain()}
+        is_adaptive: bool = await _ask_of_instance(self._client, "report", **message)
         return is_adaptive
 
     async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
-        message = {"instance": self.instance, "epoch": epoch, "worker": worker}
-        await ask_supervisor(self._client, "restart_worker", **message)
+        message: dict[str, Any] = {"instance": self.instance, "epoch": epoch, "worker": worker}
+        await _ask_of_instance(self._client, "restart_worker", **message)
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
         await self._parcels.send(parcel, parts)
@@ -273,13 +296,14 @@ class DaskCluster(ProcessView):
                 ask = ask_if_supervised if self._worker is None else ask_supervisor
                 found = await ask(self._client, "controller", instance=self.instance)
             except NotRunningError as error:
-                if self._resumed_at is None or self.clock.now() > self._resumed_at + RECONNECT_S:
+                if self.resumed_at is None or self.clock.now() > self.resumed_at + RECONNECT_S:
                     raise
-                raise UnavailableError(f"Instance {self.instance!r} is coming back: {error}") from error
+                raise UnavailableError(
+                    f"Instance {self.instance!r} is coming back: its scheduler was replaced, and does not "
+                    "know it yet."
+                ) from error
             except OSError as error:
-                if isinstance(error, ServeError) or self._client.status not in ("running", "connecting"):
-                    raise
-                raise UnavailableError(f"The scheduler was lost during a call: {error}") from error
+                raise _lost_scheduler(self._client, error) from error
             self._controller = ActorAddress(**found)
         return self._controller
 
@@ -297,7 +321,7 @@ class DaskCluster(ProcessView):
 
     async def resume(self) -> None:
         """Listen to the scheduler that replaced a lost one, and fetch missed changes."""
-        self._resumed_at = self.clock.now()
+        self.resumed_at = self.clock.now()
         self._controller = None
         await self._topic.resume()
         if self._listener is not None:

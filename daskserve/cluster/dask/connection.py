@@ -31,8 +31,10 @@ from daskserve.cluster.distributed_internals import (
     actors_on,
     call_before_close,
     call_when_closed,
+    close_client,
     configured_security,
     is_asynchronous,
+    release_loop,
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, silence_probe, version_probe
@@ -49,6 +51,7 @@ from daskserve.errors import (
     VersionMismatchError,
 )
 from daskserve.loops.at_fork import call_in_forks
+from daskserve.loops.blocking import settled
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.thread_calls import CallInbox, LoopQueues
@@ -324,13 +327,12 @@ class DaskConnection:
     ) -> None:
         """Close the connection and its Dask client, and the scheduler or the cluster object if given."""
 
-        def close_client() -> Any:
-            return self.client.shutdown() if ends_scheduler else self.client.close(timeout=CLOSE_S)
-
         async def close() -> None:
             if self.is_open:
                 await self.close()
-                await close_client()
+                if ends_scheduler:
+                    await settled(self.client.shutdown())
+                await close_client(self.client, timeout=CLOSE_S)
             if cluster is not None:
                 await cluster.close()
 
@@ -338,7 +340,11 @@ class DaskConnection:
             if self.is_open:
                 with suppress(TimeoutError):
                     self.sync(self.close(), timeout_s=CLOSE_S)
-                    close_client()
+                    if ends_scheduler:
+                        self.client.shutdown()
+                        release_loop(self.client)
+                    else:
+                        self.client.close(timeout=CLOSE_S)
             if cluster is not None:
                 cluster.close()
 
@@ -447,7 +453,7 @@ async def connected(client: Client) -> None:
     try:
         await client
     except BaseException:
-        await client.close()
+        await close_client(client)
         raise
 
 

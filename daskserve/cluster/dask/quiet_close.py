@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed import SpecCluster, Worker
 
-from daskserve.cluster.distributed_internals import is_calling_scheduler, pause_heartbeat
+from daskserve.cluster.distributed_internals import is_calling_scheduler, pause_heartbeat, release_loop
 from daskserve.loops.blocking import settled
 
 logger = logging.getLogger("daskserve.launch")
@@ -54,7 +54,10 @@ class QuietCluster(SpecCluster):
                     "The local cluster did not close within %s s; it ends with this program", CLOSE_S
                 )
 
-        return self.sync(quietly)
+        closing = self.sync(quietly)
+        if not self.asynchronous:
+            release_loop(self)  # Dask's own method ran on the loop, where it cannot wait for the loop's end
+        return closing
 
 
 async def end_heartbeats(dask_worker: Worker) -> None:

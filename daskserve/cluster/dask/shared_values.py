@@ -51,8 +51,8 @@ class ValueVerbs:
         memory: Any = getattr(self._worker.data, "fast", self._worker.data)
         if key not in memory:
             raise UnavailableError(f"Worker {self._worker.address} does not hold {key!r} in its memory.")
-        # In a thread, because pickling may take long, and may run user code.
-        return await asyncio.to_thread(dump, memory[key])
+        # In a thread, because pickling may take long, and may run user code. Values of Dask do not change.
+        return await asyncio.to_thread(dump, memory[key], is_final=True)
 
 
 def sharing_workers(

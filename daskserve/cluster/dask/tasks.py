@@ -29,8 +29,8 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(TaskState, "key", "priority", "state")
 
 _NAME = "daskserve-calls"
-#: A task secedes beyond the limit if no task of this worker has come back for this multiple of the longest
-#: wait so far, and for at least this time.
+#: A task may secede although the limit is reached if no task of this worker has come back for a long time:
+#: this multiple of the longest wait so far, and at least this many seconds.
 STALL_FACTOR = 4
 STALL_S = 5.0
 #: If a task of another program waits for a thread, this time suffices, or one longest wait if that is longer.

@@ -229,7 +229,7 @@ class DaskTransfer(TakenValues):
         return future
 
     def as_read(self, future: Any) -> Any:
-        """Return a future for the code that reads it: this client's, or in a replica its own client's."""
+        """Return a future of the reader's client: this client, or in a replica the replica's client."""
         try:
             client = get_client()
         except ValueError:  # there is no such client

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.cluster.channel.wire.frames import unpack
-from daskserve.cluster.channel.wire.parts import Buffer
+from daskserve.cluster.channel.wire.frames import Buffer, unpack
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import Outbox, Receiver, Refuser, Traffic
 

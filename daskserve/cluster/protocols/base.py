@@ -49,8 +49,8 @@ from daskserve.telemetry.table import Source
 
 T = TypeVar("T")
 
-#: The epoch is above these bits of an incarnation, so incarnations grow across epochs. 2**32 actors per
-#: controller are enough.
+#: The lower bits of an incarnation count the actors of one controller. The bits above them are the epoch, so
+#: incarnations also grow from epoch to epoch.
 EPOCH_BITS = 32
 
 
@@ -217,6 +217,8 @@ class Cluster(Protocol):
     """One process's view of the cluster, for one instance."""
 
     instance: InstanceName
+    #: When a scheduler replaced a lost one, by the clock; None if none did.
+    resumed_at: float | None
 
     @property
     def routes(self) -> Routes: ...

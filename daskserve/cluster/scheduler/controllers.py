@@ -55,6 +55,10 @@ class Instance:
     #: The option ``system_workers``.
     system_workers: tuple[str, ...] = ()
     epoch: int = 0
+    #: Why its next controller cannot start: an error of the store.
+    obstacle: str = ""
+    #: Whether its actors have outlived another scheduler, so that they serve while it has no controller.
+    is_back: bool = False
     #: Number of controllers started so far.
     starts: int = 0
     #: How many pings in a row the controller has not answered.
@@ -140,7 +144,8 @@ async def find_controller(
         async with asyncio.timeout(LOOKUP_S):
             await entry.controller_up.wait()
     if entry.controller is None:
-        raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
+        what = f"cannot start: {entry.obstacle}" if entry.obstacle else "is being replaced; try again."
+        raise UnavailableError(f"The controller of {instance!r} {what}")
     return asdict(entry.controller)
 
 
@@ -212,7 +217,7 @@ class ControllerSupervisor:
     async def start(self, entry: Instance, excluded: set[WorkerAddress] | None = None) -> None:
         """Start a controller for an instance; try one worker after another.
 
-        The first start of an instance raises its error; later starts are retried in the background.
+        The first start of a new instance raises its error; other starts are retried in the background.
         """
         # One start at a time: when all workers return at once, each of them triggers a start, and each newer
         # epoch would cancel the start before it, without end.
@@ -221,7 +226,7 @@ class ControllerSupervisor:
 
     async def _start(self, entry: Instance, excluded: set[WorkerAddress] | None) -> None:
         tried: set[WorkerAddress] = set(excluded or ())
-        is_first = not entry.epoch
+        is_first = not entry.epoch and not entry.is_back
         while not entry.is_ending and entry.controller is None:
             worker = best_worker(self._hosts.infos(), tried, entry.proxies, entry.system_workers)
             if worker is None:
@@ -235,9 +240,12 @@ class ControllerSupervisor:
             except ServeError as error:
                 if is_first:
                     raise
-                logger.warning("The controller of %s waits for its store: %s", entry.name, error)
+                if entry.obstacle != str(error):
+                    logger.warning("The controller of %s waits for its store: %s", entry.name, error)
+                entry.obstacle = str(error)
                 self._retry(entry)
                 return
+            entry.obstacle = ""
             address = ActorAddress(f"{entry.name}/controller", worker, epoch)
             try:
                 # Not wait_for: up to Python 3.11, it sometimes swallows a cancellation.

@@ -130,6 +130,8 @@ class OwnedStore:
         #: When the owner was last known to be alive.
         self._lived_at = 0.0
         self._lacks_rows = False
+        #: Why the last write failed.
+        self._obstacle = ""
 
     @property
     def ownership(self) -> StoreOwnership:
@@ -137,6 +139,8 @@ class OwnedStore:
 
     def problems(self) -> Mapping[str, str]:
         found = dict(self.shared.problems())
+        if self._obstacle:
+            found["store"] = f"The last change could not be written. {self._obstacle}"
         if self._ownership is StoreOwnership.TAKEN:
             found["store"] = REFUSAL
         return found
@@ -267,7 +271,11 @@ class OwnedStore:
                 await self._overtaken()
                 if self._ownership is not StoreOwnership.HELD:
                     return False
+            except ServeError as error:
+                self._obstacle = str(error)
+                raise
             else:
+                self._obstacle = ""
                 return True
         return False
 

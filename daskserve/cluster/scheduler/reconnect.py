@@ -20,7 +20,7 @@ from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.opening import is_in_memory
 from daskserve.common.types import InstanceName, WorkerAddress
-from daskserve.errors import InstanceError, ServeError
+from daskserve.errors import InstanceError, ServeError, UnavailableError
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -31,6 +31,9 @@ UNKNOWN_S = 1.0
 RELEASE_S = 5.0
 #: Interval of the checks whether the workers are there.
 CHECK_S = 0.02
+#: How long an instance counts as one that comes back, after a worker last asked for it. Workers ask more
+#: often, and a supervisor without an instance stays for longer.
+ASKED_S = 1.5
 
 
 @dataclass(slots=True)
@@ -75,6 +78,14 @@ class _ReconnectingInstance:
         return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
 
 
+@dataclass(slots=True)
+class _Failure:
+    """Why an instance could not be brought back, and until when its workers are expected to ask again."""
+
+    reason: str
+    until: float
+
+
 class ReconnectingInstances:
     """The instances that reconnect; see the module.
 
@@ -106,11 +117,19 @@ class ReconnectingInstances:
         self._spawn = spawn
         self._attempted = attempted
         self._reconnecting: dict[InstanceName, _ReconnectingInstance] = {}
+        self._failures: dict[InstanceName, _Failure] = {}
 
     @property
     def are_pending(self) -> bool:
         """Whether an instance is about to start."""
-        return bool(self._reconnecting)
+        now = asyncio.get_running_loop().time()
+        return bool(self._reconnecting) or any(now < each.until for each in self._failures.values())
+
+    def check(self, instance: InstanceName) -> None:
+        """Raise `UnavailableError` with the reason if an instance serves, but is not back yet."""
+        failure = self._failures.get(instance)
+        if failure is not None and asyncio.get_running_loop().time() < failure.until:
+            raise UnavailableError(f"Instance {instance!r} serves, but cannot be changed: {failure.reason}")
 
     async def bring_back(
         self,
@@ -134,7 +153,11 @@ class ReconnectingInstances:
         """
         name = start["instance"]
         if name in self._instances:
-            return self._instances[name].controller is not None
+            running = self._instances[name]
+            # Without a controller, the supervisor tries again, and the actors serve on.
+            return running.controller is not None or (running.has_begun.is_set() and not running.is_ending)
+        if name in self._failures:
+            self._failures[name].until = asyncio.get_running_loop().time() + ASKED_S
         entry = self._reconnecting.get(name)
         if entry is None:
             if is_in_memory(start["store"]) and records is None:
@@ -154,18 +177,23 @@ class ReconnectingInstances:
             while not entry.is_due(self._scheduler.workers, loop.time()):  # noqa: ASYNC110 - many causes
                 await asyncio.sleep(CHECK_S)
             missing = entry.workers - set(self._scheduler.workers)
-            logger.warning(
+            log = logger.info if name in self._failures else logger.warning
+            log(
                 "Instance %s comes back on %d workers; lost: %s",
                 name,
                 len(self._scheduler.workers),
                 ", ".join(sorted(missing)) or "none",
             )
             await self._start(entry.known, **entry.start)
+            self._failures.pop(name, None)
             instance = self._instances.get(name)
             if instance is not None and instance.owner not in (None, *self._scheduler.clients):
                 self._end_after(instance, instance.grace_s)
         except (OSError, ServeError) as error:
-            logger.error("Instance %s could not be brought back: %s", name, error)
+            before, reason = self._failures.get(name), str(error)
+            self._failures[name] = _Failure(reason, loop.time() + ASKED_S)
+            if before is None or before.reason != reason:
+                logger.error("Instance %s could not be brought back; this is tried again: %s", name, reason)
         finally:
             del self._reconnecting[name]
             self._attempted()
@@ -190,7 +218,8 @@ def check_reconnected(entry: Instance, back: KnownInstance | None) -> None:
 
 
 async def close_records(entry: Instance) -> None:
-    """Release the records of an instance that ends, and close its store and its task queues."""
+    """Release the records of an instance that ends, and close its store, parcels and task queues."""
+    entry.parcels.close()
     if entry.watching is not None:
         entry.watching.cancel()
     try:

@@ -25,6 +25,7 @@ from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.distributed_internals import (
     answer_signal,
+    close_client,
     is_running,
     publish,
     stop_answering_signal,
@@ -267,10 +268,12 @@ class Supervisor(SchedulerPlugin):
             await self._unregister_if_unused()
             raise
         entry = self._instances[instance] = Instance.started_by(start, opened)
+        entry.is_back, has_records = back is not None, False
         self._topics.sweep()  # messages may have arrived after the end of an earlier instance
         try:
             try:
                 await open_records(entry, store, back)
+                has_records = True
                 if isinstance(opened, OwnedStore):
                     entry.watching = self._tasks.spawn(self._watch_store(entry, opened))
                 self._hosts.starts[instance] = start
@@ -280,13 +283,18 @@ class Supervisor(SchedulerPlugin):
                 await self._controllers.start(entry)
             finally:
                 entry.has_begun.set()
-            if entry.controller is None:
+            if entry.controller is None and not entry.is_back:
                 raise InstanceError(f"The controller of {instance!r} could not be started on any worker.")
         except BaseException:
-            # By its start id: another instance may have the same name by now.
-            await self._end_instance(instance, start_id)
+            if entry.is_back and not has_records and not entry.is_ending:
+                # Its actors serve, and their workers ask for it again: the store may be repaired in time.
+                await close_records(entry)
+                self._instances.pop(instance, None)
+            else:
+                # By its start id: another instance may have the same name by now.
+                await self._end_instance(instance, start_id)
             raise
-        return {"controller": asdict(entry.controller)}
+        return {"controller": entry.controller and asdict(entry.controller)}
 
     async def _watch_store(self, entry: Instance, store: OwnedStore) -> None:
         await store.watch()
@@ -339,7 +347,6 @@ class Supervisor(SchedulerPlugin):
         self._capacity.forget(entry.name)
         self._hosts.reserved.forget(entry.name)
         self._evacuations.wake()
-        entry.parcels.close()
         await close_records(entry)
         async with self._lock:
             self._instances.pop(entry.name, None)
@@ -372,6 +379,7 @@ class Supervisor(SchedulerPlugin):
     def _known(self, instance: InstanceName) -> Instance:
         entry = self._instances.get(instance)
         if entry is None or entry.is_ending:
+            self._reconnects.check(instance)
             raise NotRunningError(
                 f"Instance {instance!r} does not run on this cluster; start one with serve.start()."
             )
@@ -444,7 +452,7 @@ class Supervisor(SchedulerPlugin):
                 await self.close()
 
     async def close(self) -> None:
-        """Undo `start` and `_hosts_ready`, so that nothing is left in the scheduler."""
+        """Undo `start` and `_hosts_ready`; only the secret of its cluster stays in the scheduler."""
         self._is_closed = True
         self._evacuations.close()
         PROCESS.remove(self._metrics)
@@ -466,4 +474,4 @@ class Supervisor(SchedulerPlugin):
             client, self._client = self._client, None
             if is_running(self._scheduler):
                 await self._hosts.close()
-            await client.close()
+            await close_client(client)

@@ -29,12 +29,17 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from daskserve.common.clock import stopwatch
+from daskserve.telemetry.error_log import SparseLog
+
 logger = logging.getLogger("daskserve.store")
 
 #: Delay after the last change before the log is written back to the file.
 IDLE_S = 1.0
 #: Size of the log at which a change writes it back itself.
 LOG_BYTES = 4 << 20
+#: Interval at which a checkpoint that fails is logged again.
+LOG_S = 60.0
 
 NEW_MARKS = (
     "INSERT OR IGNORE INTO daskserve_meta (name, value) "
@@ -144,6 +149,7 @@ class WALCheckpointer:
     def __init__(self, db: sqlite3.Connection, url: str) -> None:
         self._db = db
         self._url = url
+        self._logged = SparseLog(LOG_S)
         self._notes: queue.SimpleQueue[_Note] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="daskserve-store-log", daemon=True)
         self._thread.start()
@@ -179,6 +185,8 @@ class WALCheckpointer:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            logger.warning("The write-ahead log of store %s was not checkpointed: %s", self._url, error)
+            # A full disk fails every attempt, one per second, until there is room.
+            if self._logged.take(str(error), stopwatch()) is not None:
+                logger.warning("The write-ahead log of store %s was not checkpointed: %s", self._url, error)
             return False
         return True

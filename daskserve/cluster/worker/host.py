@@ -30,7 +30,7 @@ from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.dask.handlers import add_handler, remove_handler
 from daskserve.cluster.dask.shared_values import ValueVerbs
-from daskserve.cluster.distributed_internals import NO_REPLY, as_current
+from daskserve.cluster.distributed_internals import NO_REPLY, as_current, close_client
 from daskserve.cluster.metrics_path import facts_of_server
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, HostedActor
 from daskserve.cluster.worker.interpreter import InterpreterTuning
@@ -208,7 +208,7 @@ class Host:
             if self._user_clients is not None:
                 await self._user_clients.close()
             await connection.close()
-            await connection.client.close()
+            await close_client(connection.client)
 
     def _find_user_client(self) -> Client:
         if self._user_clients is None:

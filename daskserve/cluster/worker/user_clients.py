@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed import Client, Security, futures_of
 
-from daskserve.cluster.distributed_internals import is_wait_for_futures
+from daskserve.cluster.distributed_internals import close_client, is_wait_for_futures
 from daskserve.cluster.worker.request_tasks import TaskClient
 from daskserve.cluster.worker.worker_view import refuse_blocking_lock
 from daskserve.loops.event_loop import on_loop, running_loop
@@ -212,4 +212,4 @@ class UserClients:
         finally:
             if self._clients.get(loop) is client:
                 del self._clients[loop], self._holding[loop]
-            await client.close()
+            await close_client(client)

@@ -184,7 +184,7 @@ def deploy_endpoint(
 ) -> Change:
     """Create a deployment's endpoint, or change its route. Its backend has the same name.
 
-    The endpoint keeps its shadows, and its traffic if all backends in it exist.
+    The endpoint keeps its shadows. It keeps its traffic policy if all backends in the policy exist.
     """
     route = None if route is None else normalise_route(route)
     check_application_route(state, route, what=f"deploy '{name}'")

@@ -75,7 +75,7 @@ def open_goal(
     number: int | None = None,
     by: str = "",
 ) -> None:
-    """Add the wanted records of one backend or one application to ``change``, with a pending goal.
+    """Add a pending goal, and the wanted records of one backend or one application, to ``change``.
 
     ``by`` is the program that requests the change, ``now`` the time in seconds since the epoch.
 

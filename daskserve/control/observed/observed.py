@@ -189,7 +189,7 @@ class Notes:
         return self.retry_at is not None and self.retry_at > now
 
 
-#: The fields that do not matter without a change.
+#: The fields that only matter during a change.
 _LEFT_OVER = frozenset({"dead", "goal", "logged_at", "full_from", "most"})
 
 
@@ -225,7 +225,7 @@ class Observed:
     terminating: set[ReplicaTag] = field(default_factory=set)
     #: Workers that the scheduler lists, but whose processes do not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
-    #: By worker: the workers that it does not reach directly, each with the route that it uses.
+    #: For each worker: the workers that it does not reach directly, with the route to each.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     #: The log files of the actors of each worker, by the actor's name without the instance's name.
     log_files: dict[WorkerAddress, Mapping[str, str]] = field(default_factory=dict)
@@ -252,6 +252,8 @@ class Observed:
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
     #: The unexpected error of the last step of a backend, until a step succeeds.
     step_failures: dict[BackendTag, str] = field(default_factory=dict)
+    #: The failure that was logged last, and when, by backend.
+    logged_failures: dict[BackendTag, tuple[str, float]] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
     #: The published set of backends that should run and have no running replica.
@@ -462,8 +464,13 @@ class Observed:
         self.notes.pop(tag, None)
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
+        self.logged_failures.pop(tag, None)
         self.model_problems.pop(tag, None)
         self.router_errors.forget(tag)
+
+    def take_reports(self) -> dict[str, Any]:
+        """Return the reports of replicas to publish, by key, that have changed since the last call."""
+        return {**self.multiplexed.take_changes(), **self.routing_stats.take_changes()}
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record was removed."""

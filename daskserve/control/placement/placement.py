@@ -291,7 +291,7 @@ def room_for(
     Parameters
     ----------
     only : str, optional
-        Count only the room on this worker; the others matter for the limit per host.
+        Count only the room on this worker. The other workers matter only for the limit per host.
     """
     free_resources = _room_of(state, list(workers), demand)
     if only is not None:

@@ -79,7 +79,8 @@ class HistoryVerbs(LockingVerbs):
         Parameters
         ----------
         after : int, optional
-            Those with higher numbers, the oldest first if there are more than ``limit``. None: the newest.
+            Only events with higher numbers, the oldest first if there are more than ``limit``. None: the
+            newest.
         since_s : float, optional
             Only events of the last ``since_s`` seconds.
         wait_s : float

@@ -20,7 +20,7 @@ class HTTPFetcher:
         self._client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MOST_BYTES)
 
     async def __call__(self, url: str, login: tuple[str, str] | None = None) -> bytes:
-        """Return the body of the response, and of an error response if it is JSON.
+        """Return the body of the response. The body of an error response is only returned if it is JSON.
 
         Parameters
         ----------

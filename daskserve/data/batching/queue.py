@@ -132,8 +132,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._numbers = itertools.count()
         self._alarm = Alarm(self.reconsider)
         self._is_starting = False
-        #: The tasks of running batches, with their start times in seconds since the epoch and on the
-        #: `stopwatch`, and their items.
+        #: The task of each running batch, with its start time in seconds since the epoch, its start time on
+        #: the `stopwatch`, and its items.
         self._tasks: dict[asyncio.Task[None], tuple[float, float, list[BatchEntry[ItemT, ResultT]]]] = {}
 
     def __repr__(self) -> str:

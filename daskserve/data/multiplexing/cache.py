@@ -33,7 +33,8 @@ FACTOR: Final = 1.25
 HALF_LIFE_USES: Final = 64
 #: Number of least recently used models that are compared.
 COMPARED: Final = 64
-#: The number of counts of dropped models that are remembered: per kept model, at least, and at most.
+#: The counts of dropped models are remembered for this many models per kept model, but for at least the
+#: second number and at most the third.
 REMEMBERED: Final = (10, 256, 10_000)
 
 

@@ -50,7 +50,7 @@ def multiplexed(
     The function takes the id of a model and returns the model. A call with an id whose model is loaded
     returns it at once. Otherwise the function loads it; calls with the same id wait for that one load, and
     calls with other ids do not wait for it. If the replica holds ``max_num_models_per_replica`` models, the
-    least recently used model is unloaded first, or another one that is used far less often. A model that a
+    least recently used model is unloaded first, or another model that is used far less often. A model that a
     running request uses is not unloaded. Requests for a model go to a replica that has it, if one has room.
 
     Unloading calls the model's ``__del__``, ``aclose`` or ``close``, once. An ``async def`` is awaited; a
@@ -67,9 +67,10 @@ def multiplexed(
     unload : callable, optional
         Takes a model and unloads it, instead of the model's own method. It may be ``async def``.
     preload : iterable of str
-        Ids of models that a replica loads before it takes requests. It does not start if one fails.
+        Ids of models that a replica loads before it takes requests. If a load fails, the replica does not
+        start.
     pinned : iterable of str
-        Ids of models that stay loaded once they are.
+        Ids of models that are not unloaded after they have been loaded.
     idle_timeout_s : float, optional
         Unload a model that no request has used for this long, in seconds.
     load_timeout_s : float, optional

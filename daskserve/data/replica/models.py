@@ -120,7 +120,7 @@ class ReplicaModels(Models):
     async def close(self, executor: UserExecutor, grace_s: float) -> None:
         """Stop loading, and unload the multiplexed models, within half of the grace period."""
         if self.multiplexer.is_used:
-            with suppress(TimeoutError):  # the other half is for the destructor of the user's object
+            with suppress(TimeoutError):  # the other half of the time is for the destructor
                 await self._clock.wait_for(executor.run_async(self.multiplexer.close), grace_s / 2)
         if self._task is not None:
             self._task.cancel()

@@ -193,7 +193,7 @@ class ReplicaTasks:
         loop = asyncio.get_running_loop()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call = self._begun(method, dump((args, kwargs)), QueueTimeout(LONG_PATIENCE_S))
+            call = self._begun(method, dump((args, kwargs), is_final=True), QueueTimeout(LONG_PATIENCE_S))
             try:
                 return asyncio.run_coroutine_threadsafe(call, loop).result().load()
             except (Released, Lost):

@@ -115,7 +115,7 @@ class ProgressWriter:
             name, queue = self._adapter.config.queue_name, self._adapter.queue
             for (id, attempt), value in values.items():
                 try:
-                    queue.note(name, id, attempt, joined(dump(value)))
+                    queue.note(name, id, attempt, joined(dump(value, is_final=True)))
                 except TaskQueueError as error:
                     logger.warning("The progress of task %r is not kept: %s", id, error)
                 except Exception:  # a value that cannot be pickled may raise anything

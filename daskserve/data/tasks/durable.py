@@ -284,7 +284,7 @@ class _ConsumerThread:
             else:
                 call = partial(contextvars.copy_context().run, function, *args, **kwargs)
                 value = await self._loop.run_in_executor(self._functions, call)
-            result = joined(dump(value))
+            result = joined(dump(value, is_final=True))
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelling():
                 raise

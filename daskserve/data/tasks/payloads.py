@@ -57,7 +57,7 @@ def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
         They exceed the limit.
     """
     try:
-        data = joined(dump((tuple(args), dict(kwargs))))
+        data = joined(dump((tuple(args), dict(kwargs)), is_final=True))
     except ServeError:
         raise
     except Exception as error:  # a foreign object may raise anything
@@ -133,4 +133,4 @@ def _letter_arguments(kind: str, id: str, name: str, payload: bytes, error: str)
 
 def dead_letter(kind: str, id: str, name: str, payload: bytes, error: str) -> bytes:
     """Return the arguments of a dead letter, in Ray Serve's order."""
-    return joined(dump(DeadLetter(kind, id, name, payload, error)))
+    return joined(dump(DeadLetter(kind, id, name, payload, error), is_final=True))

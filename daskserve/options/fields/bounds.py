@@ -27,7 +27,7 @@ KEY = "target_num_replicas"
 def share_of(replicas: int, capacity: float | None, multiple_of: int = 1) -> int:
     """Return a share of a number of replicas, rounded up to whole groups.
 
-    The share of a number above 0 is 0 only at 0 percent.
+    A share of more than 0 percent has at least one group, if there is any.
 
     Parameters
     ----------

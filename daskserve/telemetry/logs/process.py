@@ -151,7 +151,8 @@ class ProcessLogs:
                 sink.max_bytes, sink.max_files = used[path].max_file_bytes, used[path].max_files
                 continue
             del self._files[path]
-            self.dropped["file"] += sink.lost
+            if sink.lost:
+                self.dropped["file"] += sink.lost
             sink.close()
 
     def open(self) -> None:

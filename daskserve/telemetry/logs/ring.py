@@ -65,7 +65,8 @@ class Query:
         Parameters
         ----------
         after : int, optional
-            Those with higher numbers, the oldest first if there are more than ``limit``. None: the newest.
+            Only records with higher numbers, the oldest first if there are more than ``limit``. None: the
+            newest.
         """
         levelno = 0 if self.level is None else logging.getLevelNamesMapping().get(self.level.upper(), 0)
         found: deque[Plain] = deque(maxlen=self.limit)

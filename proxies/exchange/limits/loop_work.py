@@ -81,7 +81,7 @@ class LoopWork:
             self._post(self._take_turn)
 
     def turn(self, cost: int) -> asyncio.Future[None]:
-        """Queue work with this cost; return a future that is done when the work may be done."""
+        """Queue work with this cost; return a future that is done when the work may begin."""
         turn: asyncio.Future[None] = self._future()
 
         def begin() -> int:

@@ -9,7 +9,7 @@ import pytest
 from distributed.comm import connect, listen
 
 from daskserve.cluster.channel.connect.comm_transport import CommTransport
-from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import OutOfBand
 from daskserve.testing import wait_until
 
 

@@ -86,7 +86,7 @@ def silences(*infos: bytes) -> list[float]:
 
 
 def test_bytes_that_are_never_acknowledged_are_silence_although_packets_arrive() -> None:
-    # Packets are lost in one direction: the other machine repeats what it has sent, so it is always heard.
+    # Packets are lost in one direction: the other machine retransmits, so its packets always arrive.
     stuck = info(last_ack_ms=10, unacked=2, acked_bytes=70)
     assert silences(info(acked_bytes=70), *[stuck] * 6) == [0, 1, 2, 3, 4, 5, 6]
 

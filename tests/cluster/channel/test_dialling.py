@@ -71,13 +71,13 @@ class Network:
         self.comms: list[Comm] = []
         self.host_answer: Any = READY
         self.answer: Any = {"handshake": handshake, "by_socket": False}
-        #: What the workers know, and what the scheduler tells programs that ask.
+        #: The secrets of the workers, and the secret that the scheduler returns to programs.
         self.keyring = Keyring()
         self.secret = ChannelSecret()
         self.keyring.add(self.secret)
         self.is_supervised = True
         self.asked = 0
-        #: What the dialling process knows.
+        #: The secrets of the dialling process.
         self.known = Keyring(self.fetch_secret)
         if gone:
             self.answer = {"error": dump_error(ActorLostError("gone", begun=False))}
@@ -317,7 +317,7 @@ async def test_a_process_that_has_another_scheduler_is_not_refused_as_a_stranger
 
 
 def test_a_worker_of_another_cluster_is_lost() -> None:
-    """It has taken over the address. The way through the scheduler leads to the same one."""
+    """It has taken over the address. The route through the scheduler leads to the same worker."""
     network = Network(SCHEDULER, WORKER)
     network.keyring = Keyring()
     with pytest.raises(UntrustedPeerError, match="belongs to another cluster") as caught:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tables import each_case
 
-from daskserve.cluster.channel.wire.frames import DATA, FramePacker, unpack
-from daskserve.cluster.channel.wire.parts import LARGE_BYTES, OutOfBand
+from daskserve.cluster.channel.wire.frames import DATA, LARGE_BYTES, FramePacker, OutOfBand, unpack
 from daskserve.common.types import SHARED_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The handshake of a channel: who gets in, and what the others can do."""
+"""The handshake of a channel: who is accepted, and what others can do."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_other_bytes_are_refused_after_a_hundred_of_them() -> None:
 
 
 async def hello_of(near: MemoryWire) -> bytes:
-    """Send the hello of somebody who knows the mark of the secret, which travels in the clear."""
+    """Send the hello of a stranger who knows the secret's mark, which is sent unencrypted."""
     hello = MAGIC + SECRET.mark.ljust(HELLO_BYTES - len(MAGIC) - CHALLENGE_BYTES, b"\0") + bytes(32)
     await near.send(hello)
     return await near.receive(ANSWER_BYTES)
@@ -138,7 +138,7 @@ async def test_a_recorded_dialler_cannot_be_played_again() -> None:
 async def test_a_listener_that_does_not_know_the_secret_is_found_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Another program has taken a worker's port; it may have recorded an answer of the worker."""
+    """Another program has taken a worker's port. It may have recorded an answer of the worker."""
     near, far = connected()
     admitting = asyncio.create_task(Admission(keyring(SECRET)).admit(far))
     await introduce(near, keyring(SECRET))

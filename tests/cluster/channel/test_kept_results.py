@@ -1,4 +1,4 @@
-"""Large answers that stay on the answering side of a channel until the other side asks for them."""
+"""Large answers that stay on the answering side of a channel until the other side requests them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Call:
         self.payload, self.load = message["payload"], outcome
 
     async def make(self, channel: Channel, *, needs_task: bool) -> None:
-        """Make the call, over the path with a task at both ends or the one without."""
+        """Make the call, either with a task at both ends or without tasks."""
         envelope = self.envelope(needs_task=needs_task)
         if needs_task:
             self.load = await channel.request(ADDRESS, envelope).respond(nothing_to_receive, self.send)

@@ -44,7 +44,7 @@ class Leaves:
 
 
 class Network:
-    """A process and a worker, what is between them, and what the process was told."""
+    """A process and a worker, the network between them, and the notifications to the process."""
 
     def __init__(self) -> None:
         self.is_reachable = True
@@ -176,7 +176,7 @@ async def test_a_direct_channel_is_tried_again_with_growing_pauses_and_replaces_
     assert network.received == [Reachability.SCHEDULER, Reachability.DIRECT]
     assert network.pool.route_to(WORKER) is Reachability.DIRECT
     assert not list(network.pool.relayed)
-    # What was under way ends on the detour, which is then closed.
+    # Requests in flight end on the connection through the scheduler, which is then closed.
     assert ("channels", (), 2) in network.pool.samples()
     network.go.set()
     await request

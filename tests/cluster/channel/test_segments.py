@@ -1,8 +1,10 @@
-"""Segments within one process, which opens its own as another process would."""
+"""Segments within one process, which opens its own segments as another process would."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import pickle
 import resource
@@ -17,6 +19,8 @@ from open_segments import open_segments
 
 from daskserve.cluster.channel.wire import segments as module
 from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS, MemorySegment, Segments, mapping_under
+from daskserve.common.types import SHARED_BYTES
+from daskserve.payload.pickling import dump
 
 np = pytest.importorskip("numpy")
 pytestmark = [
@@ -105,7 +109,7 @@ async def test_a_view_is_read_only_and_starts_at_its_offset(writer: Segments, re
     assert not np.frombuffer(view, np.uint8).flags.writeable
 
 
-async def test_what_is_not_used_again_is_closed(
+async def test_unused_segments_are_closed(
     monkeypatch: pytest.MonkeyPatch, writer: Segments, reader: Segments
 ) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.01)
@@ -177,3 +181,106 @@ async def test_the_mapping_under_arrays_and_views_is_found(writer: Segments, rea
     assert under(square[2:].T) == (segment.inode, 28)
     assert under(array.copy()) is None
     assert under(bytearray(SIZE)) is None
+
+
+# ---- copies
+
+
+def copied(pool: Segments, data: bytes) -> memoryview:
+    found = pool.copy(memoryview(data))
+    assert found is not None
+    return found
+
+
+async def test_a_copy_lies_in_a_segment_that_is_written_again_once_it_is_dropped(writer: Segments) -> None:
+    writer.offer_copies()
+    original = bytearray(b"a" * SIZE)
+    copy = writer.copy(memoryview(original))
+    assert copy is not None
+    original[:] = b"b" * SIZE
+    assert copy.readonly
+    assert bytes(copy) == b"a" * SIZE
+    assert writer.copy(copy[10:]).obj is copy.obj  # type: ignore[union-attr]
+    first, at = mapping_under(copy) or (None, -1)
+    assert (at, mapping_under(copied(writer, b"c" * SIZE)[:1])[0] is first) == (0, False)  # type: ignore[index]
+    array = np.frombuffer(copy, np.uint8)
+    del copy
+    assert array[-1] == ord("a")
+    del array
+    segment = first.descriptor  # type: ignore[union-attr]
+    assert segment in [mapping_under(copied(writer, b"d" * SIZE))[0].descriptor for _ in range(3)]  # type: ignore[index]
+
+
+async def test_a_copy_is_not_overwritten_while_another_process_reads_it(
+    writer: Segments, reader: Segments
+) -> None:
+    writer.offer_copies()
+    copy = copied(writer, b"a" * SIZE)
+    found = mapping_under(copy)
+    assert found is not None
+    memory = found[0]
+    view = reader.map(os.getpid(), memory.key, memory.descriptor, memory.inode, 0, SIZE)
+    del copy
+    copied(writer, b"b" * SIZE)
+    assert bytes(view) == b"a" * SIZE
+    del view
+    assert mapping_under(copied(writer, b"c" * SIZE)) is not None
+
+
+async def test_threads_copy_at_the_same_time(writer: Segments) -> None:
+    writer.offer_copies()
+
+    def copy(fill: int) -> bool:
+        kept = []
+        for number in range(30):
+            data = bytes([fill]) * (SIZE + number)
+            kept.append((copied(writer, data), data))
+            del kept[:-3]
+            if any(bytes(view) != data for view, data in kept):
+                return False
+        return True
+
+    assert all(await asyncio.gather(*[asyncio.to_thread(copy, fill) for fill in range(8)]))
+
+
+async def test_dropped_copies_are_closed_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, writer: Segments
+) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    writer.offer_copies()
+    copies = [await asyncio.to_thread(copied, writer, bytes(SIZE)) for _ in range(3)]
+    await asyncio.to_thread(copies.clear)
+    async with asyncio.timeout(DEADLINE_S):
+        while open_segments():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+
+
+async def test_there_is_no_copy_near_the_limit_of_open_files_or_without_memory(
+    monkeypatch: pytest.MonkeyPatch, writer: Segments
+) -> None:
+    def refuse(*given: Any) -> Any:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemorySegment, "fill", refuse)
+        assert writer.copy(memoryview(bytes(SIZE))) is None
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    async with pool() as limited:
+        assert limited.copy(memoryview(bytes(SIZE))) is None
+
+
+async def test_a_forked_process_does_not_write_to_segments_of_its_parent(writer: Segments) -> None:
+    writer.offer_copies()
+    array = np.zeros(SHARED_BYTES, np.uint8)
+    kept = dump(array)
+    dump(array)  # its segment is free
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child runs no other thread's code
+        child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            (made,) = dump(array).buffers
+            os._exit(0 if mapping_under(made) is None else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert mapping_under(kept.buffers[0]) is not None

@@ -15,8 +15,7 @@ import pytest
 from open_segments import open_segments
 
 from daskserve.cluster.channel.wire import sharing
-from daskserve.cluster.channel.wire.frames import MEMORY
-from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import MEMORY, OutOfBand
 from daskserve.cluster.channel.wire.segments import (
     HAS_SEGMENTS,
     Mapping,
@@ -27,6 +26,9 @@ from daskserve.cluster.channel.wire.segments import (
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.common.types import SHARED_BYTES
 from daskserve.loops.event_loop import new_event_loop
+from daskserve.payload.pickling import dump
+
+np = pytest.importorskip("numpy")
 
 pytestmark = [
     pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files"),
@@ -136,7 +138,7 @@ async def test_the_memory_is_written_again_once_the_reader_drops_it() -> None:
             if number == 2:
                 held.append(large)
             del large, found
-            # Its answer has the note that the segment was opened.
+            # The answer also notes that the segment was opened.
             there.transport.post("answer")
             await here.take()
         assert len(set(inodes)) == 2, "one more, while the reader holds the first"
@@ -158,6 +160,31 @@ async def test_a_received_buffer_is_sent_on_without_a_copy(monkeypatch: pytest.M
         assert writes == []
         assert bytes(whole) == b"\7" * (SHARED_BYTES + 100)
         assert bytes(part) == b"\7" * SHARED_BYTES
+
+
+async def test_a_pickled_buffer_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = []
+    write, fill = MemorySegment.write, MemorySegment.fill
+    monkeypatch.setattr(
+        MemorySegment, "write", lambda *given: (writes.append(len(given[1])), write(*given))[1]
+    )
+    monkeypatch.setattr(MemorySegment, "fill", lambda *given: (writes.append(len(given[1])), fill(*given))[1])
+    async with sharing_pair() as (here, there):
+        here.transport.post("settled")
+        await there.take()
+        data = bytearray(b"\7" * SHARED_BYTES)
+        for number in range(5):
+            writes.clear()
+            # From a bytearray that a NumPy array covers: pickle keeps that out of band.
+            payload = dump(np.frombuffer(data, np.uint8))
+            data[0] = number
+            here.transport.post(OutOfBand(payload.buffers[0]))
+            (large,) = await there.take()
+            assert large[0] == (7 if number == 0 else number - 1)
+            assert mapping_under(large) is not None
+            del large, payload
+            if number > 2:
+                assert writes == [SHARED_BYTES]
 
 
 async def test_an_end_that_shares_nothing_gets_buffers_over_the_connection() -> None:

@@ -473,7 +473,7 @@ async def test_a_lost_connection_cancels_all_its_taskless_answers() -> None:
 
 
 class Remainder:
-    """A request that goes on in a task, under the control of the test."""
+    """A request that continues in a task, under the control of the test."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What somebody can do who only reaches a worker's port, over the connections of Dask that channels use."""
+"""What a stranger who only reaches a worker's port can do over the Dask connections that channels use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, dial_w
 from daskserve.cluster.channel.connect.handshake import HELLO_BYTES, UntrustedPeerError
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.wire.parts import HEAD, SIZE
-from daskserve.cluster.channel.wire.transport import MAGIC
+from daskserve.cluster.channel.wire.transport import HEAD, MAGIC, SIZE
 from daskserve.cluster.distributed_internals import stream_of
 from daskserve.common.types import (
     ActorAddress,
@@ -56,7 +55,7 @@ class Port:
         self.pool = pool
 
     async def connect(self, by_socket: bool = True) -> Any:
-        """Return a connection on which a channel was asked for, as a stranger can."""
+        """Return a connection on which a channel was requested, as a stranger can do."""
         comm = await connect(self.address, **self.arguments)
         await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
         assert await comm.read() == READY
@@ -137,7 +136,7 @@ async def test_a_claim_of_two_gigabytes_takes_no_memory(security: Security) -> N
         assert stream is not None
         tracemalloc.start()
         try:
-            # Enough to be taken for a handshake, but it is a frame.
+            # Long enough for a handshake, but it is a frame.
             await stream.write(HEAD.pack(MAGIC, 1) + SIZE.pack(2 << 30) + bytes(HELLO_BYTES))
             with pytest.raises(OSError, match="Stream is closed"):
                 await stream.read_bytes(1)

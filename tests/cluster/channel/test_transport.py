@@ -20,13 +20,16 @@ import msgpack
 import pytest
 
 from daskserve.cluster.channel.wire import readiness, transport
-from daskserve.cluster.channel.wire.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE, OutOfBand
+from daskserve.cluster.channel.wire.frames import LARGE_BYTES, OutOfBand
 from daskserve.cluster.channel.wire.transport import (
+    BUFFER_BYTES,
     CALL_WORK,
     FRAME_WORK,
+    HEAD,
     MAGIC,
     MAX_WORK,
     PIECE_BYTES,
+    SIZE,
     TURN_BYTES,
     SocketTransport,
 )

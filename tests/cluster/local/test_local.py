@@ -49,7 +49,7 @@ W1, W2 = "local://worker-1", "local://worker-2"
 
 
 class EchoRequest:
-    """A request to an `Echo`; its head says what comes of it."""
+    """A request to an `Echo`; its head selects the outcome."""
 
     def __init__(self, actor: Echo, envelope: Envelope) -> None:
         self.actor = actor
@@ -67,7 +67,7 @@ class EchoRequest:
         return Load(3, 4)
 
     def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Answer without a task, later if the head says so."""
+        """Answer without a task; later, if the head requests that."""
         if self.head.get("hangs"):
             return None
         if self.head.get("fails"):
@@ -78,7 +78,7 @@ class EchoRequest:
 
 
 class Echo:
-    """An actor whose payload selects how it starts: it fails, hangs, is slow, starts normally, or is sick."""
+    """An actor whose payload selects how it starts: it fails, hangs, is slow, succeeds, or is unhealthy."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -275,7 +275,7 @@ async def test_destroy_stops_and_removes_an_actor_and_is_idempotent(cluster: Loc
 
 
 async def test_a_cancelled_destroy_still_completes(cluster: LocalCluster) -> None:
-    """A killed controller is such a caller: its successor finds the actor until the stop is complete."""
+    """A killed controller cancels its call; its successor finds the actor until the stop is complete."""
     address = await make(cluster)
     made = actor(cluster, address)
     with pytest.raises(TimeoutError):

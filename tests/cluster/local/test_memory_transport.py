@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel.wire.frames import OUT_OF_BAND_BYTES
-from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import OUT_OF_BAND_BYTES, OutOfBand
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import MemoryTransport, connect
 from daskserve.common.clock import LoopClock
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class End:
-    """One end, with what has arrived and what was refused."""
+    """One end, with the received and the refused frames."""
 
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport

@@ -61,7 +61,7 @@ MEMORY = {
 
 
 class Hosts:
-    """Fake Hosts; the test decides per incarnation what a controller answers."""
+    """Fake Hosts; the test sets the answer of each controller by its incarnation."""
 
     def __init__(self) -> None:
         self.verbs: list[str] = []

@@ -76,7 +76,7 @@ def capacity(scheduler: Any, became_adaptive: list[bool]) -> Capacity:
 def test_a_retiring_worker_is_free_once_every_instance_knows_and_has_no_actors_there(
     capacity: Capacity,
 ) -> None:
-    """A report from before it knew may be older than a replica that it was just placing."""
+    """An earlier report may lack a replica that the instance was just placing."""
     assert not capacity.is_free({W1}, ["a"])
     capacity.report("a", UsageReport(in_use=frozenset({W2})))
     assert not capacity.is_free({W1}, ["a"])
@@ -123,7 +123,7 @@ def test_the_target_covers_the_workers_of_all_instances_and_waiting_replicas(
 def test_a_worker_may_be_closed_if_the_workers_that_stay_have_room_for_its_data(
     capacity: Capacity, scheduler: Any, nbytes: int | None, limit: int, target: int
 ) -> None:
-    """Dask wants that room on workers that may be closed, too, and would keep one worker too many."""
+    """Dask also counts the data of workers that may be closed, and would keep one worker too many."""
     scheduler.held, scheduler.by_tasks = {W1}, 2
     capacity.report("a", UsageReport(in_use=frozenset({W1})))
     worker = scheduler.workers[W2]
@@ -151,7 +151,7 @@ def test_an_instance_needs_a_worker_even_before_it_has_a_controller(
 def test_a_worker_in_use_that_is_not_held_may_leave_once_it_is_free(
     capacity: Capacity, scheduler: Any
 ) -> None:
-    """A proxy with others like it: an adaptive cluster may take its worker, after its requests have ended."""
+    """It has one of several proxies: an adaptive cluster may close it after the proxy's requests."""
     scheduler.held, scheduler.by_tasks = {W1}, 2
     both = frozenset({W1, W2})
     capacity.report("a", UsageReport(in_use=both, held=frozenset({W1})))

@@ -19,13 +19,14 @@ from daskserve.cluster.scheduler.controllers import (
     ControllerSupervisor,
     Instance,
     best_worker,
+    find_controller,
 )
 from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore, open_store
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, UnavailableError
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import wait_until
 
@@ -192,7 +193,7 @@ async def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller(
 
 
 async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_path: Path) -> None:
-    """But that does not take the store back from the other instance."""
+    """It does not take the store back from the other instance."""
     site = Site()
     url = f"sqlite:///{tmp_path}/store.db"
     ours, others = (OwnedStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))
@@ -215,7 +216,7 @@ async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over
 
 @pytest.mark.virtual_time
 async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_attempts(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = Site()
     await site.controllers.start(site.entry)
@@ -231,6 +232,28 @@ async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_att
         await site.controllers.start(site.entry)
     await asyncio.sleep(10 * START_RETRY_S)
     assert len(attempts) <= 20 + 10
+    assert [each.getMessage() for each in caplog.records] == [
+        "The controller of shop waits for its store: the store is away"
+    ]
+    with pytest.raises(UnavailableError, match="'shop' cannot start: the store is away"):
+        await find_controller(lambda _: site.entry, "shop")
+    monkeypatch.undo()
+    await wait_until(lambda: site.entry.controller is not None)
+    assert (await find_controller(lambda _: site.entry, "shop"))["name"] == "shop/controller"
+    await site.tasks.close()
+
+
+@pytest.mark.virtual_time
+async def test_an_instance_that_comes_back_waits_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> int:
+        raise StoreUnavailableError("the disk is full")
+
+    site = Site()
+    monkeypatch.setattr(site.entry.store, "claim_epoch", fail)
+    with pytest.raises(StoreUnavailableError):
+        await site.controllers.start(site.entry)
+    site.entry.epoch, site.entry.is_back = 0, True
+    await site.controllers.start(site.entry)
     monkeypatch.undo()
     await wait_until(lambda: site.entry.controller is not None)
     await site.tasks.close()

@@ -1,4 +1,4 @@
-"""How long a worker that leaves waits for the actors on it, and what one that got SIGTERM is told."""
+"""How long a leaving worker waits for its actors, and the answers to a worker that got SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Cluster:
-    """Workers whose actors have other places after some seconds."""
+    """Workers whose actors are replaced elsewhere after some seconds."""
 
     def __init__(self, workers: Iterable[str], *, free_after_s: float, grace_s: float = 0.0) -> None:
         self.loop = asyncio.get_running_loop()
@@ -24,7 +24,7 @@ class Cluster:
         self.released: list[float] = []
         self.admitted: list[str] = []
         self.retired: list[tuple[float, dict[str, Any]]] = []
-        #: Which workers the controllers were told to leave, and when.
+        #: The workers that the controllers had to leave, and when.
         self.received: list[tuple[float, list[str]]] = []
         self.replaced: list[str] = []
         self.left: list[str] = []
@@ -81,7 +81,7 @@ class Cluster:
         return await task
 
     def leaving(self, worker: str, within_s: float) -> asyncio.Future[list[str]]:
-        """Ask as a worker does that got SIGTERM; return all answers."""
+        """Ask like a worker that got SIGTERM; return all answers."""
 
         async def ask() -> list[str]:
             answers = []
@@ -104,7 +104,7 @@ async def test_a_retiring_worker_waits_for_the_grace_period_of_its_requests(
 
 
 async def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> None:
-    """Dask would refuse to retire the worker for the sake of an actor that nobody uses yet."""
+    """Dask would not retire the worker because of an actor that nothing uses yet."""
     cluster = Cluster(["w1", "w2"], free_after_s=0)
     cluster.starting = {"w1"}
     await cluster.evacuations.evacuate(["w1"])
@@ -113,7 +113,7 @@ async def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> Non
 
 
 async def test_a_worker_that_dask_did_not_retire_may_hold_actors_again() -> None:
-    """It holds data that no other worker may have, for example."""
+    """For example, the worker holds data that no other worker may have."""
     cluster = Cluster(["w1", "w2"], free_after_s=0)
     await cluster.evacuations.evacuate(["w1"])
     cluster.evacuations.stay({"w1", "w3"})

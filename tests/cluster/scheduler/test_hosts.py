@@ -1,4 +1,4 @@
-"""Which workers the supervisor has restarted, and whose Hosts it releases."""
+"""Which workers the supervisor restarts, and which Hosts it releases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NannyScheduler:
 async def restarted(
     monkeypatch: pytest.MonkeyPatch, answer: Any, *, has_network: bool = True, **options: Any
 ) -> list[str]:
-    """Return the workers that an order to restart the only worker restarts."""
+    """Return the workers that are restarted when the only worker is to restart."""
 
     async def call_actor(*arguments: Any) -> Any:
         return await answer()

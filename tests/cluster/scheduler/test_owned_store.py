@@ -1,4 +1,4 @@
-"""Clusters that share a store: a start takes it over once it serves, and harms nobody before."""
+"""Clusters that share a store: a new instance takes it over once it serves, and harms no other before."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from daskserve.cluster.protocols.stores import (
     next_ownership,
 )
 from daskserve.cluster.scheduler.owned_store import PATIENCE_S, OwnedStore, owned_store
+from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import LoopClock
 from daskserve.errors import StaleEpochError, StoreTakenError, UnavailableError
@@ -49,7 +50,7 @@ class HandClock(LoopClock):
 
 
 class Instances:
-    """Instances of one name on clusters of their own, with one store."""
+    """Instances of one name on separate clusters, with one store."""
 
     def __init__(self, make: MakeShared) -> None:
         self._make = make
@@ -100,7 +101,7 @@ async def take_over(store: OwnedStore, epoch: int, *, is_complete: bool = True) 
 
 
 async def stored(instances: Instances) -> Mapping[str, bytes]:
-    """Return what the store contains, without regard to whose it is."""
+    """Return the content of the store, whichever instance owns it."""
     place = instances._make()
     await place.open()
     try:
@@ -127,7 +128,7 @@ def test_the_table_of_holds() -> None:
     assert ways == TRANSITIONS
     for hold, turn in product(StoreOwnership, OwnershipEvent):
         assert next_ownership(hold, turn) is ways.get((hold, turn), hold)
-    # Only who has claimed the store may write, and nobody gets there from a trial without a claim.
+    # Only an instance that has claimed the store may write, and a trial must claim it first.
     assert [hold for hold in StoreOwnership if hold.is_ours] == [StoreOwnership.CLAIMED, StoreOwnership.HELD]
 
 
@@ -196,7 +197,7 @@ async def test_a_live_owner_keeps_the_store_until_everything_runs_elsewhere(inst
 
 
 async def test_a_dead_owner_is_not_waited_for_long(instances: Instances) -> None:
-    """A backend that cannot start must not keep the others from their return."""
+    """A backend that cannot start must not prevent the return of the others."""
     await instances.running("old", backend_a=b"1")
     new = await instances.new("new")
     epoch = await new.claim_epoch()
@@ -304,7 +305,7 @@ async def _overtaken(instances: Instances) -> tuple[OwnedStore, OwnedStore]:
 
 
 @pytest.mark.parametrize("notices", ["looks", "commits", "loads", "loses its controller"])
-async def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(
+async def test_an_instance_that_was_overtaken_continues_from_its_own_records(
     notices: str, instances: Instances
 ) -> None:
     old, new = await _overtaken(instances)
@@ -340,7 +341,7 @@ async def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(
 async def test_a_start_that_fails_after_it_has_taken_over_gives_the_store_back(instances: Instances) -> None:
     old, new = await _overtaken(instances)
     await old.check()
-    # While it was overtaken, it has replaced a replica, and had new controllers.
+    # While another instance owned the store, it replaced a replica and had new controllers.
     for _ in range(4):
         epoch = await old.claim_epoch()
     await old.commit(epoch, change({"replica_a": b"replaced"}, must_last=False))
@@ -407,6 +408,23 @@ async def test_an_instance_that_comes_back_does_not_take_the_store_from_another(
     assert new.ownership is StoreOwnership.HELD
 
 
+async def test_a_failed_write_is_a_problem_until_one_succeeds(
+    instances: Instances, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await instances.running("old", backend_a=b"1")
+
+    async def fail(*_: Any) -> None:
+        raise StoreUnavailableError("The disk is full.")
+
+    monkeypatch.setattr(store.shared, "commit", fail)
+    with pytest.raises(StoreUnavailableError):
+        await store.commit(1, change({"backend_a": b"2"}))
+    assert store.problems() == {"store": "The last change could not be written. The disk is full."}
+    monkeypatch.undo()
+    await store.commit(1, change({"backend_a": b"2"}))
+    assert store.problems() == {}
+
+
 # ---- claims
 
 
@@ -455,11 +473,11 @@ async def _opened(store: OwnedStore, **begun: Any) -> AsyncIterator[OwnedStore]:
 
 
 @pytest.mark.parametrize("kind", ["folder", pytest.param("sqlite", marks=pytest.mark.nightly)])
-def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(
+def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_continues(
     kind: str, tmp_path: Path
 ) -> None:
-    """And what was acknowledged before is there for the next start."""
-    # The step after which the one that starts has claimed the store.
+    """The next start finds all changes that were acknowledged before."""
+    # The step after which the new instance has claimed the store.
     claims = {"folder": "list snapshot", "sqlite": "after INSERT INTO daskserve_owners"}
 
     def run(at: int) -> bool:
@@ -479,7 +497,7 @@ def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(
                     killed = make("i") if kind == "sqlite" else trapped
                     await _start_and_die(OwnedStore(cast("Any", killed), "new.1", clock))
                 await old.check()
-                # The old one has the store, or goes on without it.
+                # The old instance owns the store, or continues without it.
                 epoch = await old.claim_epoch()
                 await old.commit(epoch, change({"replica_b": b"old"}, must_last=False))
                 assert await old.load() == {"backend/a": b"1", "replica/a": b"old", "replica/b": b"old"}

@@ -1,4 +1,4 @@
-"""The page on the scheduler's HTTP server, over a socket, with a controller that changes, fails and ends."""
+"""The page on the scheduler's HTTP server, over a socket; its controller changes, fails and ends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from daskserve.cluster.scheduler.http.page import handlers
 from daskserve.cluster.scheduler.http.page.handlers import Page
 from daskserve.errors import NotFoundError, UnavailableError
 
-#: All that a browser loads.
+#: All files that a browser loads.
 MAX_BYTES = 120_000
 
 
 class PageSite(Site):
-    """A scheduler's HTTP server with the page, whose controllers answer with what a test sets."""
+    """A scheduler's HTTP server with the page; a test sets the answers of its controllers."""
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__(prefix)

@@ -27,7 +27,7 @@ COLOURS = ("red", "green", "blue")
 
 
 def live(**requests_per_s: float) -> dict[str, Any]:
-    """Return live metrics of some deployments, each with a replica on a worker of its name."""
+    """Return live metrics of some deployments. Each has a replica on a worker of the same name."""
     return {
         "deployments": {
             tag: {"requests_per_s": rate, "latency_p50_s": None, "ongoing": 1, "queued": None}

@@ -1,4 +1,4 @@
-"""Parcels at the scheduler, over every kind of store, and their carriage to and from other processes."""
+"""Parcels at the scheduler, over every kind of store, and their transport to and from other processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CODE = {"code/b@1": b"label", "backend/b": b"record"}
 
 
 class Scheduler:
-    """The part of the supervisor that has to do with one instance's parcels."""
+    """The part of the supervisor that handles one instance's parcels."""
 
     def __init__(self, store: InstanceStore) -> None:
         self.store = store

@@ -13,14 +13,15 @@ import pytest
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.reconnect import (
+    ASKED_S,
     KNOWN_S,
     UNKNOWN_S,
     KnownInstance,
     ReconnectingInstances,
     restore,
 )
-from daskserve.cluster.store.opening import open_store
-from daskserve.errors import InstanceError
+from daskserve.cluster.store.opening import MemoryStore, open_store
+from daskserve.errors import InstanceError, UnavailableError
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import run_virtual
 
@@ -30,7 +31,7 @@ OWNED = {"owner": None, "owns_cluster": False, "grace_s": 0.0, "payload": b""}
 
 
 class NextScheduler:
-    """A scheduler that has just started, and what a supervisor does there."""
+    """A scheduler that has just started, and the actions of its supervisor."""
 
     def __init__(self, *workers: str) -> None:
         self.workers = dict.fromkeys(workers)
@@ -116,7 +117,7 @@ async def test_records_in_memory_come_from_the_worker_with_the_controller_only()
 
 
 @pytest.mark.virtual_time
-async def test_what_the_newest_controller_knew_counts() -> None:
+async def test_the_next_scheduler_uses_the_records_of_the_newest_controller() -> None:
     scheduler = NextScheduler("w1", "w2")
     ask = scheduler.reconnects.bring_back
     await ask(LOST, "w1", workers=["w1", "w2", "w3"], epoch=8, records=RECORDS)
@@ -152,11 +153,37 @@ async def test_a_start_that_fails_is_tried_again_when_a_worker_asks_again() -> N
     scheduler.fails = True
     await scheduler.reconnects.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
     await asyncio.sleep(0.1)
-    assert scheduler.unused == [True], "the supervisor unregisters unless a worker asks again"
+    assert scheduler.unused == [False], "a worker is expected to ask again"
+    assert scheduler.reconnects.are_pending
+    with pytest.raises(UnavailableError, match="'a' serves, but cannot be changed: no"):
+        scheduler.reconnects.check("a")
+    await asyncio.sleep(ASKED_S)
+    scheduler.reconnects.check("a")
+    assert not scheduler.reconnects.are_pending, "the supervisor unregisters unless a worker asks again"
     scheduler.fails = False
     assert not await scheduler.reconnects.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
     await asyncio.sleep(0.1)
     assert len(scheduler.started) == 1
+    scheduler.reconnects.check("a")
+
+
+@pytest.mark.virtual_time
+async def test_workers_need_not_ask_for_an_instance_whose_controller_waits_for_the_store() -> None:
+    scheduler = NextScheduler("w1")
+    scheduler.instances["a"] = entry = Instance.started_by({"instance": "a", **OWNED}, MemoryStore())
+    assert not await scheduler.reconnects.bring_back(LOST, "w1"), "it begins"
+    entry.has_begun.set()
+    assert await scheduler.reconnects.bring_back(LOST, "w1")
+
+
+@pytest.mark.virtual_time
+async def test_the_reason_of_failed_starts_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = NextScheduler("w1")
+    scheduler.fails = True
+    for _ in range(5):
+        await scheduler.reconnects.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
+        await asyncio.sleep(0.5)
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 2
 
 
 def test_an_instance_whose_owner_does_not_come_back_ends() -> None:

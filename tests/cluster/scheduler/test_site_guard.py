@@ -81,7 +81,7 @@ def test_pages_of_other_sites_are_refused() -> None:
         {"Origin": "null"},
         {"Origin": "null", "Sec_Fetch_Site": "same-origin"},
         {"Origin": "http://["},
-        # By a reverse proxy, of a name that may be anyone's, or of another origin.
+        # Through a reverse proxy, with a name that anyone may own, or from another origin.
         {"Origin": "https://evil.example", "Sec_Fetch_Site": "same-origin"},
         {"Origin": "https://front:8443", "Sec_Fetch_Site": "same-site"},
         {"Origin": ""},

@@ -13,12 +13,14 @@ from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.scheduler.supervisor import Supervisor
 from daskserve.errors import NotRunningError, UnavailableError
 from daskserve.payload.packed_errors import load_error
+from daskserve.telemetry.collector import PROCESS
+
+OPTIONS: Any = {"port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", "host": "127.0.0.1"}
 
 
 @asynccontextmanager
 async def started() -> AsyncIterator[Supervisor]:
-    options = {"port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", "host": "127.0.0.1"}
-    async with Scheduler(**options) as scheduler:
+    async with Scheduler(**OPTIONS) as scheduler:
         found = Supervisor()
         await found.start(scheduler)
         try:
@@ -55,3 +57,23 @@ async def test_the_workers_of_an_instance_without_a_controller_are_not_known_yet
     async with started() as supervisor:
         error = await error_of(supervisor, "workers", instance="gone")
     assert isinstance(error, UnavailableError)
+
+
+async def test_a_supervisor_leaves_nothing_in_its_scheduler() -> None:
+    def in_scheduler() -> dict[str, set[Any]]:
+        return {
+            "handlers": {*scheduler.handlers, *scheduler.stream_handlers},
+            "plugins": set(scheduler.plugins),
+            "callbacks": set(scheduler.periodic_callbacks),
+            # The secret belongs to the cluster, and the next supervisor uses it, too.
+            "attributes": set(vars(scheduler)) - {"_daskserve_channel_secret"},
+            "metrics": {name for name, _, _ in PROCESS.samples()},
+        }
+
+    async with Scheduler(**OPTIONS) as scheduler:
+        before = in_scheduler()
+        found = Supervisor()
+        await found.start(scheduler)
+        assert in_scheduler() != before
+        await found.close()
+        assert in_scheduler() == before

@@ -20,7 +20,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
 
 
 def moved_away(path: Path) -> None:
-    """Move what the store keeps to ``path/away``."""
+    """Move the store's files to ``path/away``."""
     away = path / "away"
     away.mkdir()
     for each in sorted(path.glob("store*")):
@@ -33,13 +33,13 @@ def removed(path: Path) -> None:
 
 
 def replaced(path: Path) -> None:
-    """Put a copy in the place of what the store keeps."""
+    """Replace the store's files by a copy."""
     moved_away(path)
     shutil.copytree(path / "away", path, dirs_exist_ok=True)
 
 
 async def reread(make: MakeStore) -> Mapping[str, bytes]:
-    """Return what the next start would find."""
+    """Return the records that the next start would find."""
     async with opened(make("i")) as store:
         return await store.load()
 
@@ -84,7 +84,7 @@ async def test_a_copy_of_the_file_is_another_file(tmp_path: Path) -> None:
 
 
 async def test_a_log_that_is_removed_is_noticed(tmp_path: Path) -> None:
-    """Its changes are in no other file yet."""
+    """No other file has its changes yet."""
     async with opened(place("sqlite", tmp_path)("i")) as store:
         await commit(store, await store.claim_epoch(), a=b"1")
         (tmp_path / "store.db-wal").unlink()
@@ -112,8 +112,10 @@ async def test_a_bucket_that_is_emptied_takes_no_changes(caplog: pytest.LogCaptu
     assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {"a": b"1"}
 
 
-async def test_what_the_controller_does_by_itself_goes_on(make: MakeStore, tmp_path: Path) -> None:
-    """Replicas that die are replaced, and a new controller finds what the old one wrote."""
+async def test_changes_of_the_controller_itself_continue_without_a_store(
+    make: MakeStore, tmp_path: Path
+) -> None:
+    """Replicas that die are replaced, and a new controller finds the records of the old one."""
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1")

@@ -1,4 +1,4 @@
-"""Guarantees of every store: atomic transactions, of the newest controller only."""
+"""Guarantees of every store: transactions are atomic, and only the newest controller can write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def durable(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
 
 
 def upgrade_format(path: Path, number: int) -> None:
-    """Mark what is stored below a path as written by a newer daskserve."""
+    """Mark a store as written by a newer daskserve."""
     file = path / "store.db"
     if file.exists():
         with closing(sqlite3.connect(file)) as db, db:

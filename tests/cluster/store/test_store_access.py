@@ -1,4 +1,4 @@
-"""The files and folders of a store on a disk are their user's only, and wider modes are reported."""
+"""Only its user may access the files of a store on a disk, and wider modes are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.smoke
 
 @pytest.fixture(autouse=True)
 def open_umask() -> Iterator[None]:
-    """No umask helps."""
+    """Set a umask that removes no permissions."""
     before = os.umask(0)
     yield
     os.umask(before)

@@ -1,4 +1,4 @@
-"""Copies of an SQLite store: which ones are whole, and that one which lacks its log says so."""
+"""Copies of an SQLite store: which are complete, and that a copy without its log is reported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def found_in(path: Path) -> Mapping[str, bytes]:
 
 
 async def copy_alone(path: Path) -> Mapping[str, bytes]:
-    """Return what a copy of the file without its log holds."""
+    """Return the records in a copy of the file without its log."""
     copy = path.with_name("copy.db")
     shutil.copy(path, copy)
     try:
@@ -138,8 +138,8 @@ async def test_a_killed_process_leaves_a_file_that_needs_its_log_and_has_it(path
     except StoreIncompleteError:
         pass
     else:
-        # On a busy machine the process may have been idle just before, and the file is whole then; or the
-        # file was not yet marked after its first change, and it is empty.
+        # On a busy machine, the process may have been idle just before, so the file is complete; or the file
+        # was not yet marked after its first change, so it is empty.
         assert not alone or int(alone["count"]) >= acknowledged
     assert int((await found_in(path))["count"]) >= acknowledged
     assert await copy_alone(path)
@@ -229,7 +229,7 @@ async def test_a_store_without_marks_is_read_and_gets_them(path: Path) -> None:
 
 
 async def test_records_of_an_older_daskserve_are_not_missing(path: Path) -> None:
-    """It writes no marks, and claims an epoch when it starts."""
+    """The older version writes no marks, and claims an epoch when it starts."""
     async with opened(store_at(path)) as store:
         await commit(store, 1, a=b"1", b=b"2")
     with editing(path) as db:

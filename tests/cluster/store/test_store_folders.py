@@ -309,7 +309,7 @@ def test_errors_are_translated_and_name_the_store() -> None:
 def test_an_object_that_is_removed_while_it_is_made_durable_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newer claim removes the older ones at any moment."""
+    """A newer claim may remove older claims at any moment."""
     folder = local_folder(tmp_path)
     folder.prepare(["epoch"])
     publish = folder._publish

@@ -39,7 +39,7 @@ from daskserve.errors import StaleEpochError
 
 #: A step that no test reaches.
 NEVER = 1_000_000
-#: Makes another store of one instance at one location, with a trap in front of its folder.
+#: Makes another store of the same instance at the same location, with a trap in front of its folder.
 MakeTrapped = Callable[..., ThreadedStore]
 
 
@@ -149,7 +149,7 @@ def test_epochs_increase_after_a_crash_during_a_claim(places: Callable[[str], Ma
                 except Crash:
                     pass
             async with opened(make()) as store:
-                # The old epoch is fenced once the new number may have been returned, and no number repeats.
+                # Once the new epoch may have been returned, the old one is fenced. No epoch repeats.
                 assert await store.newest_epoch() == (2 if f"after epoch/{'2':0>8}" in trap.steps else 1)
                 assert await store.claim_epoch() in (2, 3)
                 assert await store.load() == {"a": b"1"}
@@ -267,7 +267,7 @@ async def test_the_store_works_again_after_an_outage(tmp_path: Path) -> None:
 def test_an_overtaken_commit_is_seen_by_the_next_controller_or_refused(
     places: Callable[[str], MakeTrapped], is_loaded: bool
 ) -> None:
-    """At whichever step of the old controller's commit the new one takes over, both agree on the outcome."""
+    """The new controller takes over at each step of the old one's commit; both agree on the outcome."""
 
     def run(at: int) -> bool:
         make = places(str(at))
@@ -587,7 +587,7 @@ async def test_hanging_storage_does_not_block_close(
 
 
 class Counting(TrappedFolder):
-    """A folder that counts what is written."""
+    """A folder that counts writes."""
 
     def __init__(self, inner: Folder) -> None:
         super().__init__(inner, Trap(NEVER))

@@ -17,6 +17,7 @@ from store_harness import commit, editing, in_thread, opened, sqlite_half
 from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store import sqlite as store_sqlite
 from daskserve.cluster.store.opening import StoreError, StoreUnavailableError, open_store
+from daskserve.cluster.store.sqlite_log import WALCheckpointer
 from daskserve.cluster.store.sqlite_rows import scan
 
 
@@ -287,3 +288,17 @@ def test_only_damage_is_read_row_by_row() -> None:
         pytest.raises(sqlite3.OperationalError, match="no such table"),
     ):
         scan(db, "i")
+
+
+def test_a_log_that_is_not_checkpointed_again_and_again_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(db: sqlite3.Connection) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    checkpointer = WALCheckpointer(sqlite3.connect(":memory:", check_same_thread=False), "sqlite:///a.db")
+    assert [checkpointer._try(fail) for _ in range(5)] == [False] * 5
+    checkpointer.stop()
+    assert [each.getMessage() for each in caplog.records] == [
+        "The write-ahead log of store sqlite:///a.db was not checkpointed: database or disk is full"
+    ]

@@ -1,4 +1,4 @@
-"""What a child process imports before user code does."""
+"""The modules that a child process imports before user code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connection code finds in its process."""
+"""The connection that code finds in its process."""
 
 from __future__ import annotations
 

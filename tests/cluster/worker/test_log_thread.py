@@ -1,4 +1,4 @@
-"""The thread that calls the handlers of ``logging``: what they receive, and what logging never waits for."""
+"""The thread that calls the handlers of ``logging``: their records, and that logging never waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ color: contextvars.ContextVar[str] = contextvars.ContextVar("color", default="no
 
 
 class Held(logging.Handler):
-    """Keeps what it receives; waits with each record while `gate` is closed."""
+    """Keeps the records that it receives; waits with each record while `gate` is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_a_handler_that_hangs_delays_the_end_of_the_process_only_briefly(
 def test_code_logs_while_another_thread_imports_opentelemetry(
     held: Held, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Half imported: it is in the table of modules, and has nothing yet.
+    # Half imported: it is in the table of modules, but has no names yet.
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
 
     def answer() -> None:
@@ -321,7 +321,7 @@ def test_records_and_prints_have_their_replica_and_request(
             say("no end")
 
         contextvars.copy_context().run(answer)
-        # A thread of user code has no context: the only replica is meant.
+        # A thread of user code has no context, so its record belongs to the only replica.
         logging.getLogger("users").error("lost")
         thread.logs.forget("shop/Model#abc")
         undo()

@@ -1,4 +1,4 @@
-"""What a worker does while its scheduler is away."""
+"""A worker while its scheduler is away."""
 
 from __future__ import annotations
 

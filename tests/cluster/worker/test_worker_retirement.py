@@ -1,4 +1,4 @@
-"""What a worker does between SIGTERM and its end."""
+"""A worker between SIGTERM and its end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer:
     bench = Bench(answer)
     assert await bench.retire() == after_s + 2 + NEWS_S / 2
     assert bench.drained == [(after_s, 28 - NEWS_S - after_s)]
-    # All who would send requests to this worker know better before it ends.
+    # All processes that send requests are notified before this worker ends.
     assert bench.asked[-1] == {"verb": "depart", "worker": "w1"}
 
 

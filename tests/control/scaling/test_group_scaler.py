@@ -1,4 +1,4 @@
-"""Groups: several backends share one call of a user's policy; all else is per backend."""
+"""Groups: several backends share one call of a user's policy; everything else is per backend."""
 
 from __future__ import annotations
 

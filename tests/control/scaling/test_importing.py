@@ -1,4 +1,4 @@
-"""The code location of a thread that hangs while it imports user code."""
+"""The location of a thread that hangs while it imports user code."""
 
 from __future__ import annotations
 

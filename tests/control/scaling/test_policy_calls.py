@@ -105,7 +105,7 @@ def test_a_hanging_policy_is_replaced_by_the_next_one(
 def test_a_module_that_hangs_during_import_is_replaced_by_one_with_another_name(
     policies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python imports no fixed module of the same name before the first import ends; the reason says so."""
+    """Until the first import ends, Python imports no corrected module of that name; the reason says so."""
     text = f"from {policies.__name__} import go_on\ngo_on.wait(30)\ndef policy(context): return 8\n"
     (tmp_path / "hangs_at_once.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -189,7 +189,7 @@ def test_a_policy_that_does_not_load_is_retried_and_logged_once(
     ]
 
 
-def test_what_is_wrong_with_options_and_a_policy_that_fails_is_logged_once(
+def test_wrong_options_and_a_failing_policy_are_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))

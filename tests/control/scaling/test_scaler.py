@@ -92,7 +92,7 @@ async def test_a_backend_at_zero_is_healthy_and_starts_as_soon_as_a_request_wait
 
 @staged()
 async def test_a_burst_at_zero_starts_all_its_replicas_before_the_first_one_runs(stage: Stage) -> None:
-    """The first report shows only one request, and others follow while that decision is being applied."""
+    """The first report shows only one request. Others follow while the first decision is applied."""
     await stage.create(autoscaling_config={**QUICK, "upscale_delay_s": 600.0})
     await stage.clock.sleep(20.5)
     stage.start_s = 2.0

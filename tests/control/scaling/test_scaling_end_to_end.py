@@ -213,7 +213,7 @@ def test_two_backends_are_scaled_by_one_policy(client: serve.Client, tmp_path: P
     file.write_text("many")
     poll_for(lambda: "the policy failed: ValueError" in explanation(), what=explanation)
     assert both() == (1, 2)
-    # A backend that leaves the group is scaled separately, and the other one alone.
+    # After a backend leaves the group, each of the two is scaled alone.
     client.update_backend_config("b", {"autoscaling_config": {**GROUPED, "min_replicas": 3}})
     poll_for(lambda: both() == (1, 3), what=explanation)
     assert client.explain("b").group == ""

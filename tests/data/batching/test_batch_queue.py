@@ -1,4 +1,4 @@
-"""The queue of both kinds of batching, where `batch` (test_batched.py) does not show what it does."""
+"""The queue of both kinds of batching, for behavior that tests of `batch` (test_batched.py) cannot see."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_waiting_item_that_a_lowered_limit_makes_too_large_is_refused() -> Non
 
 @pytest.mark.parametrize("error", [ValueError("measure"), SystemExit(1)])
 def test_an_error_of_size_of_fails_its_item_and_the_queue_continues(error: BaseException) -> None:
-    """An item that fails alone fails; one that fails with others gets its own batch."""
+    """An item whose own size fails raises it; an item that only fails with others gets another batch."""
 
     def measure(items: list[Any]) -> float:
         if "bad" in items or len(items) > 2:

@@ -43,7 +43,7 @@ async def turns(count: int = 10) -> None:
 
 
 class Model:
-    """Doubles, and notes its batches."""
+    """Doubles numbers, and records its batches."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -405,7 +405,7 @@ def in_steps(*steps: Any) -> Callable[..., AsyncIterator[Any]]:
 
 
 async def tell(stream: AsyncIterator[Any]) -> list[Any]:
-    """Return what a stream gives, and as what it ends if that is an error."""
+    """Return the items of a stream, and the error with which it ends, if any."""
     found: list[Any] = []
     try:
         async for item in stream:
@@ -943,7 +943,7 @@ def test_a_function_that_cannot_be_imported_is_pickled_by_value_even_after_use()
         return [cloudpickle.dumps(module.Local), cloudpickle.dumps(module.triple)]
 
     data = asyncio.run(use())
-    # As in another process, which has never seen the class.
+    # As in another process that has never used the class.
     cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()
     loaded, triple = (pickle.loads(each) for each in data)
     assert loaded is not module.Local

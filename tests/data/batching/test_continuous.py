@@ -39,7 +39,7 @@ STEP_S = 0.1
 
 
 class Model:
-    """Counts up to the first argument of each call. Notes its steps, and who was prepared and released."""
+    """Counts up to the first argument of each call. Records steps, and prepared and released requests."""
 
     def __init__(self) -> None:
         self.steps: list[list[Any]] = []
@@ -175,7 +175,7 @@ def test_a_request_that_times_out_leaves() -> None:
 # ---- results
 
 
-def test_what_may_stand_in_the_place_of_an_output() -> None:
+def test_errors_and_none_may_replace_an_output() -> None:
     broken = ValueError("broken")
 
     def answer(active: list[ActiveRequest]) -> list[Any]:
@@ -354,7 +354,7 @@ def test_a_step_that_hangs_fails_its_requests_and_those_that_wait(is_stubborn: b
         assert [type(each) for each in found] == [RequestTimeoutError, UnavailableError]
         assert 5 <= loop.time() <= 10
         model.take = lambda: asyncio.sleep(STEP_S)
-        if is_stubborn:  # it cannot be cancelled
+        if is_stubborn:  # this request cannot be cancelled
             assert model.count.stats().running_s >= 5
             assert [type(each) for each in await outcomes(model.count(1))] == [UnavailableError]
             await asyncio.sleep(101)
@@ -427,7 +427,7 @@ def test_calls_wait_for_slots_up_to_a_limit() -> None:
         found = await outcomes(*(model.count(2) for _ in range(3)))
         assert found[:2] == [[0, 1]] * 2
         assert isinstance(found[2], BackPressureError)
-        # A call of a higher priority takes the place of the newest one that waits.
+        # A call of a higher priority replaces the newest waiting call.
         found = await outcomes(model.count(2), model.count(2), model.count(2, level=1))
         assert sorted(str(type(each).__name__) for each in found) == ["BackPressureError", "list", "list"]
         assert found[2] == [0, 1]
@@ -450,7 +450,7 @@ def test_a_preempted_request_is_not_refused_and_does_not_count_in_the_queue() ->
         slots.add(each)
     assert slots.admit() == [first, preempted]
     slots.preempt(preempted)
-    assert slots.add(new) is None  # one may wait, beside the preempted one
+    assert slots.add(new) is None  # one may wait, besides the preempted request
     assert slots.add(urgent) is new
     with pytest.raises(BackPressureError):
         slots.add(request(1))
@@ -478,9 +478,10 @@ def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
         model = Budgeted()
         found = await outcomes(model.count(8, 5), model.count(7, 5), model.count(3, 8), model.count(2, 1))
         assert found == [list(range(n)) for n in (8, 7, 3, 2)]
-        assert model.steps[0] == [8, 7]  # with a third one, the next step would not fit
+        assert model.steps[0] == [8, 7]  # a third request would not fit in the next step
         assert model.prefilled[0] == [(8, 0), (7, 0)]
-        # 8 and 7 need 13 and 12 in the end, so 7 is preempted, and goes on after its outputs; later so is 3.
+        # 8 and 7 would need 13 and 12 in the end, so 7 is preempted, and continues after its outputs. Later,
+        # 3 is preempted, too.
         assert (7, 5) in itertools.chain(*model.prefilled)
         assert model.count.stats().preemptions == 2
         assert model.held == {}
@@ -495,7 +496,7 @@ def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
 
 
 @each_case("where", ["step", "result", "prefill", "state"])
-def test_a_request_that_finds_no_memory_waits_and_goes_on_later(where: str) -> None:
+def test_a_request_that_finds_no_memory_waits_and_continues_later(where: str) -> None:
     async def scenario(model: Model) -> None:
         most = 2
 
@@ -541,7 +542,7 @@ class Shared:
         max_slots=1,
         user_fn=lambda user, **_: user,
         priority_fn=lambda user, level=0, **_: level,
-        cost_fn=lambda user, **_: 1e6 if user == "a" else 0.0,  # shares are steps, whatever a request holds
+        cost_fn=lambda user, **_: 1e6 if user == "a" else 0.0,  # shares count steps, not costs
     )
     async def one(self, active: list[ActiveRequest]) -> list[Any]:
         self.order.append((active[0].args[0], active[0].priority))
@@ -578,12 +579,12 @@ def test_a_caller_that_does_not_read_is_left_out_until_it_does() -> None:
 
 
 class Driven(Engine):
-    """An engine whose steps the test makes, as if it were the thread."""
+    """An engine whose steps the test makes, in place of the thread."""
 
     def _wake(self) -> None: ...
 
     def step(self) -> list[ActiveRequest]:
-        """Make the next step, with an output for each request that takes part; return these."""
+        """Make the next step, with an output for each request in it; return these requests."""
         call = self.rounds.next_call()
         if call is None:
             return []
@@ -607,7 +608,7 @@ async def test_an_answer_that_computes_while_it_is_read_holds_up_no_requests() -
 
 def test_a_request_that_resumes_while_a_thread_chooses_the_step_is_not_lost() -> None:
     class Slow(list[ActiveRequest]):
-        """A list during whose reading the loop lets a request go on."""
+        """A list that resumes a request on the loop while it is read."""
 
         def __iter__(self) -> Iterator[ActiveRequest]:
             yield from super().__iter__()
@@ -634,7 +635,7 @@ def test_a_request_that_resumes_while_a_thread_chooses_the_step_is_not_lost() ->
     run_virtual(main)
 
 
-def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> None:
+def test_a_request_that_is_paused_after_its_caller_has_read_all_continues() -> None:
     async def main() -> None:
         engine, request = driven(), ActiveRequest()
         outputs = stream(lambda: (engine, request))
@@ -649,7 +650,7 @@ def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> Non
     run_virtual(main)
 
 
-def test_a_call_can_go_on_where_another_one_has_ended() -> None:
+def test_a_call_can_continue_where_another_one_has_ended() -> None:
     async def scenario(model: Model) -> None:
         assert await collect(model.count(5, resume_from=[0, 1, 2])) == [3, 4]
         assert model.prefilled == [[(5, 3)]]
@@ -858,7 +859,7 @@ def test_after_random_joins_leaves_and_errors_nothing_is_left(seed: int) -> None
         except (BackPressureError, TimeoutError, RuntimeError, ValueError, MemoryError, StepError) as error:
             return type(error).__name__
         finally:
-            assert read == sorted(set(read))  # none is lost or repeated by a preemption
+            assert read == sorted(set(read))  # a preemption neither loses nor repeats outputs
         return "done"
 
     async def main() -> None:

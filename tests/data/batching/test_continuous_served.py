@@ -1,4 +1,4 @@
-"""Continuous batches in deployments: by HTTP and by handle, and what is counted."""
+"""Continuous batches in deployments: over HTTP and by handle, and their metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daskserve.testing import local_instance, run_virtual, wait_until
 
 
 class Plain:
-    """Makes the numbers up to a count; a count of 0 waits until it may go on."""
+    """Yields the numbers up to a count; with a count of 0, it waits until the test lets it continue."""
 
     models: list[Plain]
 
@@ -152,7 +152,7 @@ def test_a_client_that_disconnects_leaves_the_batch(client: serve.Client) -> Non
 
 
 class Losing:
-    """Stands in for a handle of a stream whose replicas are lost after two outputs each."""
+    """Replaces the handle of a stream; each of its replicas is lost after two outputs."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -178,7 +178,7 @@ class Losing:
         return Stream()
 
 
-def test_a_stream_goes_on_at_another_replica() -> None:
+def test_a_stream_continues_at_another_replica() -> None:
     async def main() -> None:
         handle: Any = Losing(ActorLostError("its worker died"))
         assert [each async for each in resume_stream(handle, 5)] == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Batches that do not wait for callers that cannot come: the decision, and what it gains in virtual time."""
+"""Batches that do not wait for callers that cannot come: the decision, and its gain in virtual time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_calls_of_all_keys_count_when_one_joins_a_wait() -> None:
 def load(
     clients: int, *, model_s: float, has_early_start: bool, think: Callable[[], float] = lambda: 0.0003
 ) -> tuple[float, float]:
-    """Return the answers per second, and the mean size of a batch, of clients that call again and again."""
+    """Return the answers per second and the mean batch size for clients that call repeatedly."""
     sizes: list[int] = []
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""``batch(latency_target_s=...)``: sizes and waits that are found by themselves, in virtual time."""
+"""``batch(latency_target_s=...)``: sizes and waits that are found automatically, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from daskserve.data.batching.tuning import BatchTuner, ServiceTimes
 from daskserve.testing import run_virtual
 
 TARGET_S = 0.25
-#: Calls count from here on, and until there.
+#: Only calls between these times count.
 WARM_S, END_S = 6.0, 30.0
-#: What a batch takes: this, and that for each item.
+#: The duration of a batch: a constant, and a time for each item.
 FIXED_S, ITEM_S = 0.040, 0.002
 
 
 @dataclass
 class Outcome:
-    """What a load got: items per second, and the 99th percentile of their latencies."""
+    """The result of a load: items per second, and the 99th percentile of their latencies."""
 
     rate: float
     p99_s: float
@@ -52,7 +52,7 @@ class Load:
             self.latencies.append(self.loop.time() - began)
 
     async def client(self, think: Callable[[], float], begins: float = 0.0, ends: float = END_S) -> None:
-        """Call again and again."""
+        """Call repeatedly."""
         await asyncio.sleep(begins + 0.3 * self.rng.random())
         while self.loop.time() < ends:
             await asyncio.sleep(think())
@@ -67,7 +67,7 @@ class Load:
         await asyncio.gather(*(self.client(lambda: self.rng.expovariate(1 / mean_s)) for _ in range(count)))
 
     async def arrivals(self, rate: Callable[[float], float]) -> None:
-        """Call at random times, at a rate that may change, whatever the calls before are doing."""
+        """Call at random times, at a rate that may change, without waiting for earlier calls."""
         calls = set()
         while self.loop.time() < END_S:
             await asyncio.sleep(self.rng.expovariate(rate(self.loop.time())))
@@ -78,7 +78,7 @@ class Load:
         await asyncio.gather(self.clients(6), self.clients(40, begins=10, ends=20))
 
 
-#: Each load, and what the best of the fixed sizes and waits gets with the same p99 (`search` finds it).
+#: Each load, and the rate of the best fixed size and wait with the same p99 (`search` finds it).
 SHAPES: Mapping[str, tuple[Callable[[Load], Awaitable[None]], float]] = {
     "few clients": (lambda load: load.clients(8), 134.0),
     "many clients": (lambda load: load.clients(64), 370.7),
@@ -152,7 +152,7 @@ def test_noise_does_not_upset_it(name: str) -> None:
 
 @pytest.mark.nightly
 def test_it_follows_the_load_and_gets_more_than_any_fixed_setting() -> None:
-    # 6 clients, then 46, then 6: no fixed size waits for all of them at each time.
+    # 6 clients, then 46, then 6: no fixed size is right for all three.
     assert simulate(Load.steps).rate >= 1.2 * 149.6
 
 
@@ -168,7 +168,7 @@ def test_service_times_are_a_line(fixed_s: float, item_s: float) -> None:
         assert times.predict(size) == pytest.approx(fixed_s + item_s * size, rel=0.01)
     if item_s:
         assert times.largest(fixed_s + item_s * 10) == pytest.approx(10, rel=0.02)
-    # A long time of equal sizes does not make it forget the slope.
+    # After a long time of equal sizes, it still knows the slope.
     for _ in range(2000):
         times.add(20, fixed_s + item_s * 20)
     assert times.predict(60) == pytest.approx(fixed_s + item_s * 60, rel=0.1)

@@ -1,4 +1,4 @@
-"""Requests among the arguments of calls, in programs that hold no replicas."""
+"""Requests among the arguments of calls, in programs without replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct handle calls to a remote replica: all outcomes, and the state that each leaves."""
+"""Direct handle calls to a remote replica: all outcomes, and the state after each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Clock(LoopClock):
 
 
 class Request:
-    """A request to a replica of the `Process`; the test says what comes of it."""
+    """A request to a replica of the `Process`; the test decides its outcome."""
 
     def __init__(self, process: Process, address: ActorAddress, envelope: Envelope) -> None:
         self.process = process
@@ -95,21 +95,21 @@ class Request:
 
 
 class Process:
-    """A process with remote replicas only; both its link and its cluster."""
+    """A process with remote replicas only. The object is both its connection and its cluster."""
 
     instance = "i"
     is_ended = is_closed = False
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
-        #: Requests that had to take the long way, and what comes of each.
+        #: Requests that needed a task, and the outcome of each.
         self.requested: list[str] = []
         self.envelopes: list[Envelope] = []
         self.outcome: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
         #: Replicas without a connection, and those in this process.
         self.apart: set[str] = set()
         self.here = ""
-        #: What `Request.start` does before it returns.
+        #: Called by `Request.start` before it returns.
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
         self.loop_queues = LoopQueues()
@@ -153,7 +153,7 @@ class Process:
         return Handle("i", "e", cluster=self)
 
     def metrics(self) -> dict[str, Any]:
-        """Return what is counted, without what is 0."""
+        """Return the counters that are not 0."""
         found = {}
         for name, labels, value in self.routers.samples():
             count = value.count if isinstance(value, HistogramCounts) else value
@@ -162,7 +162,7 @@ class Process:
         return found
 
     def idle_replicas(self) -> dict[str, int]:
-        """Return what is in flight at each replica."""
+        """Return the number of requests in flight at each replica."""
         pool = self.routers.replica_set("b").pool
         return {entry.tag: entry.in_flight for entry in pool._entries.values()}
 
@@ -174,7 +174,7 @@ async def new_process() -> AsyncIterator[Process]:
 
 @pytest.fixture
 def process() -> AbstractAsyncContextManager[Process]:
-    return new_process()  # which is entered on the test's loop
+    return new_process()  # it is entered on the test's loop
 
 
 async def quiet() -> None:
@@ -196,7 +196,7 @@ async def test_an_answer_ends_the_call_where_it_arrives(process: Process) -> Non
     assert process.metrics() == ONE
     assert process.requested == []
     assert process.idle_replicas() == {"r1": 0}
-    # What the replica said of its load is known: it is full, and nothing is sent straight there.
+    # The replica has reported that it is full, so no call is sent to it directly.
     handle.remote(2)
     await quiet()
     assert (len(process.asked), process.requested) == (1, ["r1"])
@@ -332,7 +332,7 @@ async def test_a_direct_call_does_not_overtake_queued_requests(process: Process)
     first = handle.remote()
     process.asked[0].end(None, ActorLostError("gone", begun=False))
     await quiet()
-    # The replica may be used again, and who waits for it has not heard of that yet.
+    # The replica may be used again, but the waiting calls have not been notified yet.
     process.clock.ahead_s = 2 * UNREACHABLE_BACKOFF_S
     second = handle.remote()
     assert len(process.asked) == 1
@@ -384,7 +384,7 @@ async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:
     assert process.requested == []
     assert process.metrics() == {**ONE, "handle_errors replica_lost": 1}
     assert process.idle_replicas() == {"r1": 0, "r2": 0}
-    # It is left alone for a while.
+    # The replica gets no requests for a while.
     tag = process.asked.pop().tag
     process.handle("r1", "r2").remote()
     assert process.asked[0].tag != tag
@@ -428,7 +428,7 @@ async def test_an_answered_call_cannot_be_cancelled(process: Process) -> None:
 async def test_an_outcome_that_crosses_a_cancellation_counts_once(process: Process, outcome: Any) -> None:
     response = process.handle("r1", "r2").remote()
     assert response.cancel()
-    # The call was cancelled on another thread, say: this loop has not heard of it yet.
+    # For example, another thread cancelled the call, and this loop has not been notified yet.
     process.asked[0].end({"payload": dump(1)}, outcome)
     await quiet()
     with pytest.raises(CancelledError):
@@ -489,7 +489,7 @@ async def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot(pr
     assert process.metrics() == {**ONE, "handle_errors user_code": 1}
     assert process.idle_replicas() == {"r1": 0}
 
-    # Given up on another thread in that very moment.
+    # Another thread cancels the call at the same moment.
     calls: list[Any] = []
 
     def refuse_and_cancel(asked: Asked) -> None:
@@ -576,7 +576,7 @@ async def test_a_replica_that_joins_gets_the_next_call_before_a_channel_is_open(
     for _ in range(5):
         responses.append(handle.remote())
         await quiet()
-    assert len(process.asked) >= 4  # the others go by chance
+    assert len(process.asked) >= 4  # the other requests are distributed at random
     for asked in process.asked:
         asked.answer(1)
     assert set(process.idle_replicas().values()) == {0}

@@ -25,7 +25,7 @@ DEADLINE_S = 20.0
 
 
 class CannotLoad:
-    """Refuses to be unpickled in the thread of the test, which stands for the caller."""
+    """Cannot be unpickled in the thread of the test, which acts as the caller."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -146,7 +146,7 @@ def test_responses_deep_in_the_arguments_are_the_same_object(
 
 
 def test_chains_of_any_length_hold_no_slot_while_they_wait(first: serve.Handle, second: serve.Handle) -> None:
-    """The second deployment runs one request at a time, and each of these waits for another one of it."""
+    """The second deployment runs one request at a time, and each request's argument is a call to it."""
     response = first.gated.remote("6")
     for _ in range(5):
         response = second.add.remote(response, other=1)

@@ -1,4 +1,4 @@
-"""How calls within a Dask task give its place in the worker to others, and take one again."""
+"""How calls within a Dask task free its thread for other tasks, and take a thread again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from daskserve.loops.thread_calls import LoopQueues
 
 
 class ScriptedTask:
-    """A `daskserve.cluster.protocols.tasks.CurrentTask` that keeps what was asked of it."""
+    """A `daskserve.cluster.protocols.tasks.CurrentTask` that records its calls."""
 
     key = "job"
 

@@ -1,4 +1,4 @@
-"""Many requests of batch jobs that wait for the slots that replicas give them."""
+"""Many requests of batch jobs that wait for slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a handle shows of its endpoint."""
+"""A handle as text and as HTML."""
 
 from __future__ import annotations
 

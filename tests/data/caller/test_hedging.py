@@ -1,4 +1,4 @@
-"""Hedged requests: which get a second attempt, when, how often, and who answers."""
+"""Hedged requests: which requests get a second attempt, when, how often, and which attempt answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_BODY = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET"}, has_bod
 
 
 class Answers:
-    """A stage whose replicas answer after the time that a test says, and what their callers got."""
+    """A stage whose replicas answer after a time that the test sets, and the answers to their callers."""
 
     def __init__(self, took_s: Callable[[str], float], **more: Any) -> None:
         self.stage = Stage()
@@ -36,7 +36,7 @@ class Answers:
         return Load()
 
     async def send(self, envelope: Envelope = IDEMPOTENT) -> float:
-        """Send a copy of a request; return how long it took."""
+        """Send a copy of a request; return its duration."""
 
         def keep(message: Message) -> Awaitable[None]:
             self.got.append(message["payload"])
@@ -102,7 +102,7 @@ async def test_a_deployment_that_is_slow_everywhere_gets_no_more_than_the_budget
     assert 1 < sent <= 1.05 + 5 / 300  # with what the first 100 have saved up
 
 
-async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_later() -> None:
+async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_attempt_later() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     answers.hedging._saved = 0.0
@@ -125,7 +125,7 @@ async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_la
 @pytest.mark.parametrize(
     ("saved", "begins_s"), [(9.0, 0.0101), (5.0, 0.0101), (2.5, 0.01515), (1.0, 0.01818)]
 )
-async def test_the_less_of_the_budget_is_left_the_later_a_second_try_begins(
+async def test_the_less_of_the_budget_is_left_the_later_a_second_attempt_begins(
     saved: float, begins_s: float
 ) -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
@@ -153,14 +153,14 @@ async def test_requests_that_must_not_run_twice_do_not(envelope: Envelope) -> No
 
 
 async def warm(answers: Answers) -> None:
-    """Let a stage learn the latency, and save up second attempts."""
+    """Let a stage measure the latency, and save a budget of second attempts."""
     for _ in range(3 * LEAST):
         await answers.send(NO_BODY)
     answers.got.clear()
     answers.stage.replicas.asked.clear()
 
 
-async def test_the_second_try_goes_to_another_replica_and_a_failed_one_leaves_the_other() -> None:
+async def test_the_second_attempt_goes_to_another_replica_and_a_failed_one_leaves_the_other() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     asked = answers.stage.replicas.asked
@@ -177,7 +177,7 @@ async def test_the_second_try_goes_to_another_replica_and_a_failed_one_leaves_th
     assert answers.got == asked[:1]
 
 
-async def test_a_second_try_receives_an_empty_body_and_no_disconnect_while_the_client_stays() -> None:
+async def test_a_second_attempt_receives_an_empty_body_and_no_disconnect_while_the_client_stays() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     received: list[Message] = []
@@ -203,7 +203,7 @@ async def test_a_second_try_receives_an_empty_body_and_no_disconnect_while_the_c
     assert answers.got == [0, 1, 2, 3, 4]
 
 
-async def test_an_error_is_raised_at_once_without_a_second_try() -> None:
+async def test_an_error_is_raised_at_once_without_a_second_attempt() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
 
@@ -229,7 +229,7 @@ async def test_a_caller_that_leaves_cancels_both_tries() -> None:
     assert len(answers.stage.replicas.cancelled) == 2
 
 
-async def test_a_request_that_still_waits_gets_no_second_try() -> None:
+async def test_a_request_that_still_waits_gets_no_second_attempt() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)
     answers.stage.publish("r0", concurrency=1, hedging=HEDGED)

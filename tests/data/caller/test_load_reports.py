@@ -30,7 +30,7 @@ from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 
 @dataclass
 class Queue(BackendQueue):
-    """One backend's queue, in the test's hand."""
+    """One backend's queue, which the test controls."""
 
     waiting: int = 0
     in_flight: int = 0
@@ -44,7 +44,7 @@ class Queue(BackendQueue):
 
 
 class Controller:
-    """The controller as reporters see it, behind the methods of a cluster that they use."""
+    """The controller as reporters see it, with the methods of a cluster that they use."""
 
     instance = "i"
     is_ended = False
@@ -53,7 +53,7 @@ class Controller:
         return False
 
     def handler_of(self, address: ActorAddress) -> Any:
-        """Return nothing: no request reaches a replica."""
+        """Return None, because no request reaches a replica."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, dict[str, Any]]] = []
@@ -190,7 +190,7 @@ async def test_requests_to_a_backend_without_replicas_are_reported_together_at_o
 
 
 class FullReplica(Controller):
-    """One replica with one slot, which another process holds."""
+    """One replica with one slot, which a request of another process occupies."""
 
     def handler_of(self, address: ActorAddress) -> Any:
         return partial(self.request, address)
@@ -205,7 +205,7 @@ class FullReplica(Controller):
 
 @pytest.mark.virtual_time
 async def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
-    """The replica does not count it as running, so it is no second request to the controller."""
+    """The replica does not count it as running, so the controller does not count it twice."""
     controller = FullReplica()
     routers = Routers(
         cast(Cluster, controller),

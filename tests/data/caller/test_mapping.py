@@ -126,7 +126,7 @@ def test_lost_items_are_called_again_and_suspects_one_at_a_time() -> None:
     for call in calls[3:]:
         call.end(lost)
     window.advance(1.0)
-    assert calls.indices()[6:] == [0]  # each of them may be the reason
+    assert calls.indices()[6:] == [0]  # each of these items may be the cause
     calls[6].end()
     window.advance(1.0)
     assert calls.indices()[6:] == [0, 1]
@@ -134,7 +134,7 @@ def test_lost_items_are_called_again_and_suspects_one_at_a_time() -> None:
         calls[number].end(lost)
         window.advance(1.0)
     assert taken(window) == [0]
-    # Item 1 goes behind the other suspects.
+    # Item 1 is queued behind the other suspects.
     assert set(calls.indices()[7:]) == {1, 2}
 
 
@@ -150,7 +150,7 @@ def test_lost_items_are_called_again_and_suspects_one_at_a_time() -> None:
         (NotFoundError(), None),
     ),
 )
-def test_what_follows_a_failure(error: Exception, expected: Retry | None) -> None:
+def test_rules_decide_what_follows_a_failure(error: Exception, expected: Retry | None) -> None:
     assert Rules(retries=1).after(error, Attempts()) == expected
 
 
@@ -165,7 +165,7 @@ def test_the_items_that_wait_count_for_their_backends() -> None:
     calls = Calls()
     first, second, paused = window_of(calls, 1), window_of(calls, 1), window_of(calls, 1)
     first.backlog, second.backlog, paused.backlog = 5, 2, 9
-    calls[2].end()  # nobody reads its result
+    calls[2].end()  # its result is not read
     assert backlogs([first, second, paused], lambda _: ["a", "b"]) == {"a": 4, "b": 4}
     assert backlogs([first], lambda _: []) == {}
 
@@ -275,7 +275,7 @@ def test_a_map_on_an_event_loop(client: serve.Client) -> None:
 
     async def main() -> list[list[int]]:
         begun: list[int] = []
-        with pytest.raises(RuntimeError, match="async for"):  # before any call, whose answer may be quick
+        with pytest.raises(RuntimeError, match="async for"):  # raised before any call is sent
             next(handle.map(begun.append(each) for each in [1]))
         assert begun == []
         return [[each async for each in handle.map(source)] for source in (range(20), arriving())]
@@ -299,7 +299,7 @@ def test_wrong_options_are_refused(client: serve.Client, options: dict[str, Any]
         client.get_handle("double").map([1], **options)
 
 
-def test_what_cannot_be_mapped_is_refused(client: serve.Client) -> None:
+def test_invalid_arguments_of_map_are_refused(client: serve.Client) -> None:
     handle = client.get_handle("double")
     with pytest.raises(BadRequestError, match="needs an iterable of items; got 5"):
         handle.map(5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where requests go that name a model, in virtual time."""
+"""The replicas of requests that name a model, in virtual time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_model_stays_with_its_replica_and_others_spread() -> None:
         assert {backend.sent(model_id) for _ in range(5)} == {tag}
 
 
-def test_what_is_published_replaces_what_was_assumed() -> None:
+def test_published_models_replace_assumed_ones() -> None:
     backend = Backend()
     backend.publish({"d#3": ["a"]})
     assert backend.sent("a") == "d#3"
@@ -199,7 +199,7 @@ async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
 
 
 class ToldCluster:
-    """Records the replicas that the controller was told of."""
+    """Records the replicas that were reported to the controller."""
 
     is_ended = False
 
@@ -268,7 +268,7 @@ class Load300:
         self.requests = self.hits = 0
 
     def best(self) -> float:
-        """Return the hit rate of the best placement of whole models, which knows what is to come."""
+        """Return the hit rate of the best placement of whole models, given all requests in advance."""
         places = len(self.backend.caches) * self.backend.capacity
         return sum(self.weights[:places]) / sum(self.weights)
 
@@ -324,6 +324,6 @@ def test_300_models_on_4_replicas_of_8_are_found_nearly_as_often_as_is_possible(
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("skew", "rate"), [(1.0, 40.0), (1.0, 100.0), (1.2, 100.0)])
-def test_that_does_not_depend_on_chance(skew: float, rate: float, seed: int) -> None:
+def test_the_hit_rate_does_not_depend_on_the_seed(skew: float, rate: float, seed: int) -> None:
     load = Load300(Backend(rng=seed), skew, rate)
     assert load.run(12_000, 4000) >= 0.9 * load.best()

@@ -1,4 +1,4 @@
-"""Errors of calls name the deployments: the one that was called, and the one whose code called it."""
+"""Errors of calls name two deployments: the called deployment, and the deployment that called it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 
 
 class LoopConnection:
-    """A link's loop, in a thread of its own."""
+    """A connection's loop, in a separate thread."""
 
     is_closed = False
 

@@ -26,7 +26,7 @@ HERE = "here"
 
 
 def pool_of(*tags: str, concurrency: int = 1, local: str = "") -> ReplicaPool:
-    """Return a pool of replicas, of which those named by a letter of ``local`` are in this process."""
+    """Return a pool of replicas; the replicas named by a letter of ``local`` are in this process."""
     pool = ReplicaPool(lambda address: address.worker == HERE)
     publish(pool, *tags, concurrency=concurrency, local=local)
     return pool
@@ -115,7 +115,7 @@ def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
     end_deferral(pool, b)
     for each in (a, b, b):
         pool.release(each)
-    # If it is the only one, the request waits there.
+    # If it is the only replica, the request waits there.
     pool.suspend(b, 9.0)
     assert take_all(pool) == [a]
     assert place(batch, of_priority(BATCH_PRIORITY)) == (a, True, True)
@@ -163,7 +163,7 @@ def test_a_replica_with_fewer_slots_than_published_counts_as_full() -> None:
 def test_random_events_never_hide_a_free_replica_or_overfill_one(
     steps: list[tuple[str, int]], seed: int
 ) -> None:
-    """Against a model that looks at all replicas each time."""
+    """Compared with a model that checks all replicas each time."""
     rng = random.Random(seed)
     tags = {"a", "b", "c", "d"}
     pool = pool_of(*tags, concurrency=2, local="ab")
@@ -197,7 +197,7 @@ def test_random_events_never_hide_a_free_replica_or_overfill_one(
             pool.suspend(entry, now + number / 10)
             aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
         elif what == "b" and flying:
-            # A replica with a queue is left alone for less than a step of this test.
+            # A replica with a queue is suspended for less than a step of this test.
             entry = flying[number % len(flying)]
             pool.note_busy(entry, number % 3, now, was_queued=number > 4)
         elif what == "u":
@@ -217,7 +217,7 @@ def test_random_events_never_hide_a_free_replica_or_overfill_one(
 
 
 def served_at(pool: ReplicaPool, pace_s: float, count: int = 50) -> None:
-    """Have the local replica answer requests at a pace."""
+    """Let the local replica answer requests at a pace."""
     rng = random.Random(1)
     for number in range(count):
         entry = pool.take(number * pace_s, rng)
@@ -377,7 +377,7 @@ def test_reported_load_of_a_remote_replica_counts_against_the_local_one() -> Non
 
 
 def operations(work: Callable[[], Any]) -> int:
-    """Return how many steps of the interpreter a piece of Python takes."""
+    """Return the number of interpreter steps of some code."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

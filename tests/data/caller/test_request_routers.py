@@ -1,4 +1,4 @@
-"""Request routers: whom the built-in ones choose, and what becomes of one of the user's that misbehaves."""
+"""Request routers: the choices of the built-in routers, and failures of users' routers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from daskserve.testing import run_virtual
 
 
 class Stage:
-    """A pool of replicas, a router, and requests that end when the test says so."""
+    """A pool of replicas, a router, and requests that the test ends."""
 
     def __init__(self, router: str, replicas: int = 4, concurrency: int = 100, **kwargs: Any) -> None:
         self.pool = ReplicaPool(lambda _: False)
@@ -201,7 +201,7 @@ def test_the_options_of_the_built_in_routers_have_limits(
         made.initialize_state(**options)
 
 
-def test_what_is_no_router_is_not_loaded() -> None:
+def test_classes_that_are_no_routers_are_refused() -> None:
     for path, message in (
         ("collections:Counter", "is no class with a method choose_replicas"),
         ("json:dumps", "is no class with a method choose_replicas"),
@@ -244,7 +244,7 @@ async def test_most_sessions_stay_while_replicas_come_and_go() -> None:
         gone, names = names[0], [*names[1:], f"r{10 + step}"]
         stage.have(*names)
         moved = [each for each in sessions if stage.ask(call(each)) != before[each]]
-        # Those of the one that has gone, and those that the new one takes.
+        # The sessions of the removed replica, and the sessions that the new replica gets.
         assert len(moved) < 2.6 * len(sessions) / len(names)
         assert {each for each in sessions if before[each] == gone} <= set(moved)
 
@@ -260,7 +260,7 @@ async def test_no_replica_has_more_than_its_share_of_a_session_that_is_everybody
 async def test_without_a_bound_a_session_stays_with_its_replica_until_that_is_full() -> None:
     stage = Stage("ConsistentHash", 3, concurrency=20, bound=float("inf"))
     assert len({stage.take(call("same")) for _ in range(20)}) == 1
-    assert len({stage.take(call("same")) for _ in range(20)}) == 1  # the next one on the ring
+    assert len({stage.take(call("same")) for _ in range(20)}) == 1  # the next replica on the ring
     assert len({replica.tag for replica, _ in stage.open}) == 2
 
 
@@ -327,7 +327,7 @@ def test_prompts_are_compared_at_both_ends_of_their_blocks_up_to_their_length() 
     def common(other: str) -> float:
         found = beginnings_of(other)
         alike = [one == two for one, two in zip(names, found, strict=False)]
-        assert alike == sorted(alike, reverse=True)  # nothing is known again after a difference
+        assert alike == sorted(alike, reverse=True)  # after the first difference, nothing matches again
         return sum(alike) / len(names)
 
     shares = [common(text[:at] + "X" + text[at + 1 :]) for at in (0, 63, 64, 700, 2_592, 29_524, 32_767)]
@@ -380,7 +380,7 @@ async def test_known_beginnings_are_bounded() -> None:
 
 
 class NoTruth:
-    """An array of more than one number, or an object of which nothing can be read."""
+    """An array of more than one number, or an object whose attributes cannot be read."""
 
     def __bool__(self) -> bool:
         raise ValueError("The truth value of an array is ambiguous")
@@ -442,7 +442,7 @@ async def test_replicas_on_this_host_are_taken_first() -> None:
 
 
 class Custom(RequestRouter):
-    """Does what the test says."""
+    """A router with functions that the test sets."""
 
     answer: Callable[[list[RunningReplica], PendingRequest], Any]
 
@@ -467,7 +467,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 async def custom(path: str = PATH, **kwargs: Any) -> Stage:
-    """Return a stage whose router is loaded, or cannot be."""
+    """Return a stage whose router is loaded, or cannot be loaded."""
     stage = Stage(path, **kwargs)
     async with asyncio.timeout(20):
         while stage.routing._router is None and not stage.routing.errors.text:  # noqa: ASYNC110  # no event tells
@@ -476,7 +476,7 @@ async def custom(path: str = PATH, **kwargs: Any) -> Stage:
 
 
 async def test_a_router_of_the_user_chooses(answers: Any) -> None:
-    # It may do what it likes with the list.
+    # It may change the list.
     answers(lambda replicas, request: [[replicas.pop(2)], replicas])
     stage = await custom(concurrency=2)
     assert [stage.take() for _ in range(2)] == ["r2", "r2"]
@@ -535,12 +535,12 @@ def _endless(replicas: Any, request: Any) -> Any:
         (_endless, "answer", "which is no"),
     ],
 )
-async def test_a_router_that_fails_is_reported_once_and_requests_go_on(
+async def test_a_router_that_fails_is_reported_once_and_requests_continue(
     function: Any, kind: str, text: str, answers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers(function)
     stage = await custom()
-    (received,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # each change is an event
+    (received,) = {stage.routing.errors.text for _ in range(20) if stage.ask()}  # a change is an event
     assert stage.routing.errors.fallbacks == {kind: 20}
     assert text in received
     assert [each.levelno for each in caplog.records if each.name == "daskserve.router"] == [logging.ERROR]
@@ -630,7 +630,7 @@ async def test_a_router_that_names_no_replica_is_asked_again_after_growing_times
 
 
 class Noting(FIFOMixin, MultiplexMixin, LocalityMixin, RequestRouter):
-    """Notes what it is told; written as for Ray Serve."""
+    """Records its calls; written as for Ray Serve."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -676,6 +676,24 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     assert router.received[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
     assert router.app_name == "a"
     assert stage.routing.errors.fallbacks == {}
+    stage.routing.close()
+
+
+async def test_replicas_without_a_model_are_ranked_by_the_number_of_their_models(answers: Any) -> None:
+    ranks = list[list[list[str]]]()
+
+    def answer(replicas: list[RunningReplica], request: PendingRequest) -> Any:
+        ranked = MultiplexMixin.rank_replicas_via_multiplex(None, replicas, "m")  # type: ignore[arg-type]
+        ranks.append([[each.replica_id.unique_id for each in rank] for rank in ranked])
+        return ranked
+
+    answers(answer)
+    stage = await custom()
+    stage.ask()  # the router knows the replicas
+    models = {"r0": {"a", "b"}, "r1": {"m", "a"}, "r2": {"a"}, "r3": {"b"}}
+    stage.routing.show_models(lambda tag: frozenset(models[tag]))
+    stage.ask(call("", multiplexed_model_id="m"))
+    assert ranks[-1] == [["r1"], ["r2", "r3"], ["r0"]]
     stage.routing.close()
 
 

@@ -46,7 +46,7 @@ class UnpicklableError(Exception):
 
 
 class Echo:
-    """Answers, waits and fails as asked; notes what happened."""
+    """Answers, waits and fails as requested, and records its calls."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -177,7 +177,7 @@ def test_orjson_is_used_where_it_is_installed(echo: serve.Handle, monkeypatch: p
     assert handle.remote((1, 2)).result(DEADLINE_S) == [1, 2]  # JSON has no tuples
 
 
-def test_what_a_format_cannot_hold_is_refused(echo: serve.Handle) -> None:
+def test_values_that_a_format_cannot_hold_are_refused(echo: serve.Handle) -> None:
     with pytest.raises(BadRequestError, match="cannot be serialized with msgpack"):
         echo.options(request_serialization="msgpack").remote(object())
     with pytest.raises(UserCodeError, match="cannot be serialized with msgpack"):
@@ -256,7 +256,7 @@ def test_threads_that_read_a_large_result_at_once_share_its_fetch(kind: type[Res
         running.close()
         if not found:
             found.append(None)
-            found.append(fetch())  # another thread that reads at this moment
+            found.append(fetch())  # another thread reads at this moment
 
     connection: Any = SimpleNamespace(
         is_closed=False,
@@ -387,10 +387,10 @@ def test_a_broadcast_reaches_every_replica_even_a_full_one(client: Client) -> No
 
 
 def test_a_broadcast_that_was_not_sent_raises_why() -> None:
-    """That may be a timeout, too, and is not one of the answers."""
+    """The reason may be a timeout, too, but it is not an answer of a replica."""
     future: PendingCall[Any] = PendingCall()
     error = RequestTimeoutError("The controller sent no update.")
-    connection: Any = SimpleNamespace(runs_here=lambda: future.set_error(error))  # asked before the wait
+    connection: Any = SimpleNamespace(runs_here=lambda: future.set_error(error))  # checked before the wait
     with pytest.raises(RequestTimeoutError, match="sent no update"):
         BroadcastResponse(future, connection, "id").results()
 
@@ -463,13 +463,26 @@ def test_a_dispatched_call_ends_at_its_timeout_and_frees_the_slot(client: Client
     run(main())
 
 
+def test_a_dispatched_call_that_is_cancelled_frees_the_slot(client: Client) -> None:
+    client.deploy("cancelled", Echo, config={"max_concurrent_queries": 1})
+    handle = client.get_handle("cancelled")
+
+    async def main() -> None:
+        async with handle.choose_replica() as selection:
+            hanging = handle.options(method_name="hang").dispatch(selection)
+            hanging.cancel()
+            assert await asyncio.wait_for(handle.remote(1), DEADLINE_S) == 1
+
+    run(main())
+
+
 def test_reserved_slots_are_taken_from_others(client: Client) -> None:
     client.deploy("reserved", Echo, config={"max_concurrent_queries": 1, "max_queued_requests": 1})
     handle = client.get_handle("reserved")
 
     async def main() -> None:
         async with handle.choose_replica():
-            waiting = handle.remote(0)  # the one that may
+            waiting = handle.remote(0)  # the request that may run
             with pytest.raises(serve.errors.BackPressureError) as caught:
                 await handle.remote(1)
             assert caught.value.max_queued_requests == 1
@@ -499,7 +512,7 @@ def test_a_selection_is_for_its_own_deployment_and_replica(client: Client, echo:
 # ---- the end
 
 
-def test_a_shut_down_handle_fails_and_others_go_on(client: Client, echo: serve.Handle) -> None:
+def test_a_shut_down_handle_fails_and_others_continue(client: Client, echo: serve.Handle) -> None:
     other = echo.options(method_name="__call__")
     echo.shutdown()
     with pytest.raises(ClosedError, match="was shut down"):
@@ -555,7 +568,7 @@ def test_a_call_that_waits_for_a_deploy_fails_with_it(client: Client) -> None:
 
 
 class Took:
-    """A call that ends two seconds after somebody waits for it."""
+    """A call that ends two seconds after a reader begins to wait for it."""
 
     leaves_value = False
 

@@ -69,10 +69,10 @@ Handler = Callable[[str, Envelope, Receive, Send], Awaitable[Load]]
 
 
 class Replicas:
-    """The replicas of a test, behind the one method of a cluster that routers use."""
+    """The replicas of a test, behind the only method of a cluster that routers use."""
 
     instance = "i"
-    #: So that nobody looks for its controller.
+    #: Prevents searches for its controller.
     is_ended = True
 
     def __init__(self) -> None:
@@ -83,7 +83,8 @@ class Replicas:
         self.cancelled: list[str] = []
         #: The worker whose replicas live in the router's own process.
         self.here = ""
-        #: What a request to a replica does; default: wait until `finish` is called for that replica.
+        #: The behavior of a request to a replica; by default, it waits until `finish` is called for the
+        #: replica.
         self.handler: Handler | None = None
         self._waiting: dict[str, list[asyncio.Future[Load]]] = {}
 
@@ -121,7 +122,7 @@ class Replicas:
 
 
 class Stage:
-    """Routers, their replicas, and the hand of the test."""
+    """Routers and their replicas, which the test controls."""
 
     def __init__(self) -> None:
         self.replicas = Replicas()
@@ -160,7 +161,7 @@ class Stage:
         self.listener.tell(f"backend/{backend}", value)
 
     def backend(self, *tags: str, **fields: Any) -> ReplicaSet:
-        """Return the replica set of backend ``b``, which has these replicas."""
+        """Return the replica set of backend ``b`` with these replicas."""
         found = self.routers.replica_set("b")
         if tags:
             self.publish(*tags, **fields)
@@ -186,7 +187,7 @@ class Stage:
 
 
 async def quiet() -> None:
-    """Let everything happen that takes no time."""
+    """Run all code that takes no time."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -292,7 +293,7 @@ async def test_the_turn_of_a_cancelled_request_goes_to_the_next(stage: Stage) ->
     second, third = stage.send(backend), stage.send(backend)
     await quiet()
     stage.replicas.finish("r1")
-    await asyncio.sleep(0)  # the first ends: the second is woken, and has not run yet
+    await asyncio.sleep(0)  # the first request ends; the second is notified, but has not run yet
     second.cancel()
     await quiet()
     assert second.cancelled()
@@ -344,7 +345,7 @@ async def test_a_fresh_load_report_counts_and_an_old_one_does_not(stage: Stage) 
 
 
 async def test_a_busy_replica_is_skipped_for_a_moment(stage: Stage) -> None:
-    """It is full with other processes' requests, which this one cannot know before."""
+    """It is full with requests of other processes, which this process cannot know beforehand."""
     backend = stage.backend("r1", "r2", concurrency=2)
     began = now()
 
@@ -391,7 +392,7 @@ async def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn(stage: 
 
 
 class OnlyReplica:
-    """The only replica of a backend, which several routers send to."""
+    """The only replica of a backend, which gets requests from several routers."""
 
     TRANSIT_S = 0.0005
 
@@ -428,7 +429,7 @@ class OnlyReplica:
         return load
 
     def keep_asking(self, router: int, clients: int) -> None:
-        """Have some clients of a router send one request after the other."""
+        """Let some clients of a router send one request after the other."""
 
         async def keep_asking() -> None:
             while True:
@@ -437,7 +438,7 @@ class OnlyReplica:
         self._sending += [asyncio.create_task(keep_asking()) for _ in range(clients)]
 
     async def end(self) -> None:
-        """Cancel all requests, and see that nothing is left of them."""
+        """Cancel all requests, and check that nothing is left of them."""
         for task in [*self._sending, *(each for stage in self.stages for each in stage.sent)]:
             task.cancel()
         await quiet()
@@ -588,7 +589,7 @@ async def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next(s
     await quiet()
     assert (len(patient), backend.waiting) == (2, 4)
     sent[0].cancel()
-    await asyncio.sleep(0)  # the next is woken, and has not run yet
+    await asyncio.sleep(0)  # the next request is notified, but has not run yet
     sent[2].cancel()
     sent[3].cancel()
     await quiet()
@@ -735,7 +736,7 @@ async def test_a_begun_request_that_must_not_be_retried_fails(stage: Stage, enve
 
 
 class Caller:
-    """Sends a body in parts and keeps what is answered."""
+    """Sends a body in parts, and keeps the answer."""
 
     def __init__(self, *parts: bytes) -> None:
         self.parts = list(parts)
@@ -807,7 +808,7 @@ async def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
 
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_broken_connection_suspends_a_running_replica_only_briefly(stage: Stage, begun: bool) -> None:
-    """Its worker may well be there, and the next connection work."""
+    """Its worker may still be alive, so the next connection may work."""
     backend = stage.backend("r1")
 
     async def answer(*_: Any) -> Load:
@@ -903,7 +904,7 @@ async def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas
 
 
 async def test_requests_without_a_replica_fail_once_no_controller_has_answered_for_long(stage: Stage) -> None:
-    """As when all workers are gone for good; requests to a replica that is known go on."""
+    """As if all workers were lost for good. Requests to a known replica continue."""
     backend = stage.backend("r1")
     running, waiting = stage.send(backend), stage.send(backend)
     await quiet()
@@ -947,7 +948,7 @@ async def test_requests_wait_for_a_controller_that_is_being_replaced(
     await waiting
     asked = stage.listener.asked
     await asyncio.sleep(10 * CHECK_S)
-    assert stage.listener.asked == asked  # nothing waits
+    assert stage.listener.asked == asked  # no request waits
 
 
 async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(stage: Stage) -> None:
@@ -970,7 +971,7 @@ async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(
 async def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses_the_rest(
     stage: Stage,
 ) -> None:
-    """This process did not ask for the deletion, and learns of it while calls wait or are on their way."""
+    """Another process requested the deletion; this one is notified while calls wait or are in transit."""
     backend = stage.backend("r1", "r2")
     running, on_its_way = stage.send(backend), stage.send(backend)
     await quiet()
@@ -1006,7 +1007,7 @@ async def test_requests_fail_at_once_if_no_replica_can_start(
     await quiet()
     stage.publish("r1", **why)
     await quiet()
-    assert not waiting.done()  # r1 answers as long as it is there
+    assert not waiting.done()  # r1 answers as long as it exists
     stage.publish(**why)
     for each in (waiting, stage.send(backend)):
         with pytest.raises(error, match=text) as info:
@@ -1120,7 +1121,7 @@ async def test_a_shadow_gets_a_copy_and_its_response_is_discarded(stage: Stage) 
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(stage: Stage, reads: bool) -> None:
-    """Once, whether or not the original does: over a channel it has no need to."""
+    """It reads it once, whether or not the original reads it: over a channel, the original need not."""
     read: list[Message] = []
 
     async def an_empty_body() -> Message:
@@ -1221,7 +1222,7 @@ async def test_the_bodies_of_an_endpoint_are_as_its_backends_need_them(
     published = asyncio.create_task(router.wait_until_published())
     for name, fields in zip(names, backends, strict=True):
         await quiet()
-        # Until all of it is published, no body may be refused.
+        # Until all rules are published, no body may be refused.
         assert (router.body_rules(100), stage.routers.body_limits.largest_bytes) == (None, math.inf)
         assert not published.done()
         stage.publish("r1", backend=name, **fields)
@@ -1255,7 +1256,7 @@ async def test_the_queue_of_an_endpoint_can_be_checked_beforehand(stage: Stage) 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 async def test_a_shadow_that_falls_behind_is_cancelled(stage: Stage, is_stuck: bool) -> None:
-    """One that keeps up gets it all, however large."""
+    """A shadow that keeps up gets the whole body, however large."""
     read = {"r1": 0, "shadow": 0}
     part = bytes(100_000)
 
@@ -1338,7 +1339,7 @@ async def test_a_queued_request_is_not_rejected_later(stage: Stage) -> None:
     queued = stage.send(backend)
     await quiet()
     stage.replicas.finish("r1")
-    for _ in range(2):  # they run after the first has ended and before the queued one looks
+    for _ in range(2):  # they start after the first has ended, before the queued request continues
         stage.send(backend)
     await quiet()
     assert not queued.done()
@@ -1354,7 +1355,7 @@ async def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_
         if tag == "r1":
             raise ActorLostError("cannot be reached", begun=False)
         if stage.replicas.asked.count("r2") == 1:
-            await asyncio.sleep(0.1)  # another request waits meanwhile, and sets the timer for r1
+            await asyncio.sleep(0.1)  # meanwhile, another request waits, and sets the timer for r1
             raise ReplicaBusyError("full", ongoing=1)
         return Load()
 
@@ -1384,12 +1385,12 @@ async def test_all_replicas_that_return_at_the_same_time_are_used(stage: Stage) 
 
 
 async def test_only_the_last_deleted_endpoints_and_backends_are_remembered(stage: Stage) -> None:
-    """A process that lives long sees any number of applications come and go."""
+    """During a long-lived process, any number of applications may be created and deleted."""
     stage.endpoint({"b": 1.0})
     for number in range(2 * MAX_DELETED):
         endpoint, backends = f"endpoint/a{number}", [f"backend/a{number}", f"backend/new{number}"]
         stage.routers.router(f"a{number}")
-        for each in (f"a{number}", f"new{number}"):  # the second one takes the place of the first
+        for each in (f"a{number}", f"new{number}"):  # the second endpoint replaces the first
             stage.listener.tell(endpoint, {"traffic": {each: 1.0}, "shadows": {}, "legacy": True})
             stage.publish("r", backend=each)
         for key in (backends[0], endpoint, backends[1]):
@@ -1418,7 +1419,7 @@ async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:
 
 
 async def test_an_answer_that_its_caller_gave_up_is_not_compared(stage: Stage) -> None:
-    """The copy may have its whole answer by then, and half an answer would be a difference."""
+    """The copy may already have its whole answer, so half an answer would count as a difference."""
     router = stage.endpoint({"b": 1.0})
     new = {"replicas": [["new", "worker-of-new", 1]], "concurrency": 9, "max_queued": 9}
     rollout = {"key": "k/0", "share": 0.0, "names": ["2", "1"], "sticky": None, "shadow": 1.0}
@@ -1496,7 +1497,7 @@ async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage
     for _ in range(20):
         stage.send(backend)
     await quiet()
-    # Each request that had chosen it went to the other one.
+    # Each request that had chosen this replica went to the other one.
     assert set(stage.replicas.asked) == {"r2"}
     assert set(stage.routes.dialled) == {"worker-of-r1"}
     dialled = len(stage.routes.dialled)
@@ -1508,7 +1509,7 @@ async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage
     assert now() == 0
 
 
-async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(stage: Stage) -> None:
+async def test_requests_that_wait_continue_when_their_replica_can_be_reached_again(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.routes.tell("worker-of-r1", Reachability.NONE)
     stage.send(backend)
@@ -1519,7 +1520,7 @@ async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(
     assert stage.replicas.asked == ["r1"]
 
 
-async def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_once(stage: Stage) -> None:
+async def test_requests_at_a_silent_worker_are_given_up_once(stage: Stage) -> None:
     stage.backend("r1", "r2")
     stage.listener.tell(SILENT_WORKERS, ["worker-of-r1"])
     stage.listener.tell(SILENT_WORKERS, ["worker-of-r1", "worker-of-r2"])
@@ -1557,7 +1558,7 @@ async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> Non
     connected.set()
     await waiting
     assert stage.replicas.asked == ["r"]
-    # What waits for a slot is the queue's own affair.
+    # The queue itself decides about the requests that wait for a slot.
     stage.send(router)
     await asyncio.sleep(0)
     await stage.waiting_calls.wait_until_over()
@@ -1570,7 +1571,7 @@ async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> Non
 # ---- rollouts
 
 
-async def test_what_waits_for_a_new_version_gets_the_replicas_that_come_after_the_rollout(
+async def test_requests_that_wait_for_a_new_version_get_the_replicas_after_the_rollout(
     stage: Stage,
 ) -> None:
     router = stage.endpoint({"b": 1.0})
@@ -1625,7 +1626,7 @@ def of(priority: int | str, deadline: float | None = None, name: str = "") -> En
 
 
 async def in_order(stage: Stage, backend: ReplicaSet, *envelopes: Envelope) -> list[str]:
-    """Return the names of requests in the order in which one slot is given to them."""
+    """Return the names of requests in the order in which they get a single slot."""
     seen: list[str] = []
 
     async def note(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
@@ -1680,7 +1681,8 @@ async def test_a_full_queue_refuses_the_lowest_priority_first(stage: Stage) -> N
     high = stage.send(backend, of(3))
     low = stage.send(backend, of(0))
     await quiet()
-    # The running one stays, and the newest of the lowest priority goes; one like it is refused at once.
+    # The running request stays, and the newest of the lowest priority is refused. Another of that priority is
+    # refused at once.
     assert [each.done() for each in (*first, high, low)] == [False, False, True, False, False, True]
     for each in (first[2], low):
         with pytest.raises(BackPressureError):

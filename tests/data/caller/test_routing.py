@@ -1,4 +1,4 @@
-"""The draws: which backend, which shadows, which replica."""
+"""Random choices: the backend, the shadows and the replica of a request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_shard_key_draws_the_same_backend_in_every_process_and_every_time() ->
     first = [policy.draw(shard_draw(key)) for key in keys]
     assert [policy.draw(shard_draw(key)) for key in keys] == first
     assert set(first) == {"a", "b"}
-    # Written down, so that a new version of the draw does not move everybody's sessions unnoticed.
+    # Fixed values, so that a change of the algorithm that moves all sessions is noticed.
     assert shard_draw("key-0") == pytest.approx(0.8356146, abs=1e-7)
 
 
@@ -114,7 +114,7 @@ def test_equally_loaded_replicas_share_requests() -> None:
 
 
 def test_the_busiest_of_many_is_never_chosen() -> None:
-    """Whatever the other draw is, it has less to do."""
+    """The other candidate always has fewer requests."""
     replicas = [Replica(str(number), load=number) for number in range(5)]
     rng = random.Random(1)
     chosen = Counter(choose(replicas, 0, rng).name for _ in range(1000))

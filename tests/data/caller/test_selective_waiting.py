@@ -33,7 +33,7 @@ def call(session: str = "", model_id: str = "", priority: int = 0) -> Envelope:
 
 
 class Scripted(RequestRouter):
-    """Chooses as the test says, and notes what it is told."""
+    """A router with scripted choices that records its calls."""
 
     answer: Callable[[list[RunningReplica], PendingRequest], Any]
     received: list[str]
@@ -65,7 +65,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[str]]:
 
 
 def backend_of(stage: Stage, took_s: Callable[[str, Envelope], float], count: int, **more: Any) -> ReplicaSet:
-    """Return replicas that answer after some time, and note in what order they are asked."""
+    """Return replicas that answer after some time, and that record the order of their requests."""
 
     async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
         await asyncio.sleep(took_s(tag, envelope))
@@ -106,7 +106,7 @@ async def test_a_session_whose_replica_is_full_holds_up_no_others() -> None:
     await asyncio.sleep(1)
     at_hot = stage.replicas.asked[0]
     done = sum(each.done() for each in others)
-    assert done > 20  # all but those that belong to the replica of the hot session
+    assert done > 20  # all requests except those for the replica of the hot session
     assert +stage.replicas.running == Counter({at_hot: 2})
     for each in (*hot, *others):
         each.cancel()
@@ -123,7 +123,7 @@ async def test_requests_that_a_router_binds_hold_up_others_for_a_moment_only(ans
     assert any(each.done() for each in others)
     await asyncio.sleep(20 * ROUND_S)
     assert all(each.done() for each in others)
-    await asyncio.sleep(2)  # the next one in order has its turn
+    await asyncio.sleep(2)  # it is the turn of the next request in order
     assert bound[0].done()
     assert +stage.replicas.running == Counter({"r0": 1})
     for each in bound:
@@ -172,7 +172,7 @@ async def test_a_router_is_notified_of_the_end_of_requests_that_no_replica_got(a
     leaving.cancel()
     await quiet()
     assert received.count("routed") == received.count("completed") == 3
-    # One that has left before it had its turn.
+    # A request that has left before its turn.
     taken = backend.take_now(request)
     assert taken is not None
     leaving = stage.send(backend, call())
@@ -208,7 +208,7 @@ async def test_a_router_that_fails_spreads_no_model_over_all_replicas(answers: A
     for _ in range(20):
         await stage.send(backend, call(model_id="m"))
     assert len(set(stage.replicas.asked)) == 1
-    # Those that wait for its replica do so for a while only.
+    # Requests that wait for its replica do so only for a limited time.
     asked = [stage.send(backend, call(model_id="m")) for _ in range(2)]
     await asyncio.gather(*asked)
     assert backend._waiting.routing is not None
@@ -253,7 +253,7 @@ def test_a_refused_request_scans_no_waiting_ones_unless_one_is_lower() -> None:
     queue = RankedQueue(Order(), is_there)
     for number in range(1000):
         queue.put(number, -1, None)
-    assert queue.lowest_below(0) == 998  # the last one that is there
+    assert queue.lowest_below(0) == 998  # the last remaining request
     assert list(queue.first()) == [*range(999)]
 
 
@@ -274,12 +274,12 @@ async def test_a_replica_that_only_fails_is_not_the_one_that_answers_first(kind:
         requests = [call() if kind == "call" else get(b"/") for _ in range(10)]
         sent = [stage.send(backend, each) for each in requests]
         await asyncio.gather(*sent, return_exceptions=True)
-    assert 5 < stage.replicas.asked.count("r0") < 80  # fewer than its share of 400
+    assert 5 < stage.replicas.asked.count("r0") < 80  # less than its share of 400
     backend_of(stage, lambda *_: 0.02, 4, concurrency=100, router={"router": "LeastLatency"})
     stage.replicas.asked.clear()
     for _ in range(40):
         await asyncio.gather(*(stage.send(backend, call()) for _ in range(10)))
-    assert stage.replicas.asked.count("r0") > 60  # it is whole again
+    assert stage.replicas.asked.count("r0") > 60  # the replica has its full share again
 
 
 # ---- second attempts
@@ -300,7 +300,7 @@ def get(path: bytes) -> Envelope:
 
 
 async def hedging(took_s: Callable[[str, Envelope], float], **more: Any) -> tuple[Stage, ReplicaSet]:
-    """Return replicas that have learnt how long requests take."""
+    """Return replicas with measured latencies."""
     stage = Stage()
     backend = backend_of(stage, took_s, 4, concurrency=10, hedging=HEDGED, **more)
     for number in range(40):
@@ -323,7 +323,7 @@ async def test_a_model_is_not_loaded_by_a_second_replica_because_the_first_takes
     assert backend.in_flight == 0
 
 
-async def test_a_second_try_goes_only_where_the_router_would_send_it() -> None:
+async def test_a_second_attempt_goes_only_where_the_router_would_send_it() -> None:
     stage, backend = await hedging(lambda *_: 0.01, router=HASHED)
     stage.replicas.handler = None
     bound = stage.send(backend, idempotent("same"))
@@ -377,10 +377,10 @@ async def test_a_session_is_found_where_the_options_of_now_say_it_is() -> None:
     assert envelopes[1].routed.metadata.session_id == "two"
 
 
-async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_try() -> None:
+async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_attempt() -> None:
     stage, backend = await hedging(lambda *_: 0.01)
     lost = ActorLostError("gone", begun=True)
-    # Its second attempt is lost: from then on, it is a suspect, which has no second attempts.
+    # The second attempt is lost. From then on, the request is a suspect, which gets no second attempts.
     first = stage.send(backend, get(b"/kills"))
     stage.replicas.handler = None
     await asyncio.sleep(1)
@@ -395,7 +395,7 @@ async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_try(
     await asyncio.sleep(0.5)
     assert len(stage.replicas.asked) == 1
     again.cancel()
-    # None without retries after crashes.
+    # Without retries after crashes, there are no second attempts.
     stage.publish("r0", "r1", "r2", concurrency=10, hedging=HEDGED, max_crash_retries=0)
     await asyncio.sleep(2)
     stage.replicas.asked.clear()

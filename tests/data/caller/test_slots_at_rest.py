@@ -25,7 +25,7 @@ ORDER = {"weights": {1: 4.0, 0: 1.0}}
 
 
 class Counting(RequestRouter):
-    """Counts the requests that it is told of, as a user's router may."""
+    """Counts routed requests, as a user's router may do."""
 
     made: list[Counting]
     ongoing: int
@@ -93,7 +93,7 @@ class Traffic:
         return found
 
     def call_directly(self) -> None:
-        """Do what a call does that needs no task."""
+        """Call a replica as a call without a task does."""
         envelope, backend = self.envelope(), self.backend
         replica = backend.take_now(envelope)
         if replica is not None and replica.has_queued_request:

@@ -1,4 +1,4 @@
-"""Requests under which processes die: where they are retried, what is refused, and what it costs others."""
+"""Requests that end processes: where they are retried, which are refused, and the cost for other requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from daskserve.proxies.ingress.errors import reply_to
 
 pytestmark = pytest.mark.virtual_time
 
-#: How long a request takes.
+#: The duration of a request.
 TOOK_S = 0.01
 
 

@@ -1,4 +1,4 @@
-"""Which version of a backend gets a request during a rollout, and what counts as a failure."""
+"""Which version of a backend gets a request during a rollout, and which outcomes count as failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VALUE = {"key": "r/0/0.25", "share": 0.25, "names": ["2", "1"], "sticky": None}
 
 
 class Stage:
-    """Two versions that answer as they are told."""
+    """Two versions whose answers the test sets."""
 
     def __init__(self, **changed: Any) -> None:
         self.seen: list[str] = []
@@ -108,7 +108,9 @@ async def test_a_request_may_name_its_version_and_is_not_counted() -> None:
         ("the client left", 200, ConnectionResetError(), None),
     ],
 )
-def test_what_counts(why: str, status: int, error: Exception | None, expected: list[int] | None) -> None:
+def test_outcomes_are_counted_by_status_and_error(
+    why: str, status: int, error: Exception | None, expected: list[int] | None
+) -> None:
     async def scenario() -> None:
         stage = Stage(share=1.0)
         stage.status, stage.error = status, error
@@ -164,7 +166,7 @@ def test_an_error_is_a_fault_of_the_version_unless_the_caller_made_a_mistake(
 
 
 async def ended_with(call: Any, kind: EnvelopeKind = EnvelopeKind.CALL, **head: Any) -> list[bool]:
-    """Return what is counted at the end of a request, at most one end."""
+    """Return the counted outcome of a request; check that there is at most one."""
     found: list[bool] = []
     envelope = Envelope(kind, head, deadline=head.pop("deadline", None))
 

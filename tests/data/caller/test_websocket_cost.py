@@ -1,4 +1,4 @@
-"""When the messages of WebSockets are less work than a hop."""
+"""When the messages of WebSockets cost less than a hop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daskserve.data.caller.pool.websocket_cost import WebSocketCost
         (0.002, 1, False),  # more than a hop
         (0.0004, 500, True),  # a fifth of the second
         (0.0009, 500, False),  # each is less than a hop, but the process is half busy
-        (0.00005, 19_900, False),  # and here it has no time left
+        (0.00005, 19_900, False),  # the process has no time left
     ],
 )
 def test_turns_are_light_if_a_hop_would_cost_more(turn_s: float, turns: int, is_light: bool) -> None:

@@ -1,4 +1,4 @@
-"""The decorator `multiplexed`: loads, unloads, and what may go wrong with them."""
+"""The decorator `multiplexed`: loads, unloads, and their failures."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_model_is_loaded_once_and_the_least_recently_used_one_goes() -> None:
         for model_id in ("b", "a", "c"):
             await models.get(model_id)
         assert models.loaded == ["a", "b", "c"]
-        assert models.unloaded == ["b"]  # once, and before the next one was loaded
+        assert models.unloaded == ["b"]  # once, before the next model was loaded
         assert models.ids() == ["a", "c"]
 
     models.run(main())
@@ -231,10 +231,10 @@ def test_concurrent_requests_for_a_model_share_one_load_and_do_not_delay_others(
     async def main() -> None:
         slow = [asyncio.create_task(models.get("slow")) for _ in range(10)]
         await until(lambda: models.loaded == ["slow"])
-        assert models.ids() == ["slow"]  # known before it is loaded
+        assert models.ids() == ["slow"]  # listed before it is loaded
         await models.get("quick")
         assert not any(task.done() for task in slow)
-        slow[0].cancel()  # it began the load, which goes on for the others
+        slow[0].cancel()  # this call began the load, which continues for the others
         models.gates["slow"].set()
         found = await asyncio.gather(*slow[1:])
         assert len(set(map(id, found))) == 1
@@ -365,7 +365,7 @@ def test_a_load_without_waiting_requests_makes_room() -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(models.get("hangs"), 0.01)
-        assert models.ids() == ["hangs"]  # it may still be of use
+        assert models.ids() == ["hangs"]  # it may still be used
         await models.get("a")
         assert models.ids() == ["a"]
 
@@ -454,7 +454,7 @@ def test_a_model_in_use_is_unloaded_once_no_request_uses_it() -> None:
 
 @pytest.mark.parametrize("limit", [2, 1])
 def test_user_code_loads_and_unloads_in_its_replica_whoever_makes_room(limit: int) -> None:
-    """A request that is cancelled ends on the event loop of its worker, outside of the replica's context."""
+    """A cancelled request ends on the event loop of its worker, outside of the replica's context."""
     models, seen = Models(max_num_models_per_replica=limit), []
 
     def make(model_id: str) -> Any:
@@ -838,7 +838,7 @@ def test_a_load_whose_event_loop_has_ended_begins_on_that_of_another_caller() ->
 
     async def main() -> None:
         with Request() as request:
-            await models.get("a")  # which leaves no room for b
+            await models.get("a")  # this leaves no room for b
             current_request.set(None)
             first = asyncio.create_task(asyncio.to_thread(wait_in_vain))
             await until(lambda: "b" in models.ids())

@@ -27,7 +27,7 @@ DEADLINE_S = 10.0
 
 
 class SharedGates(Gates):
-    """What user code and test tell each other."""
+    """Values and events that user code and the test share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ _fresh_gates = anew_for_each_test(GATES)
 
 
 class ShiftedClock(LoopClock):
-    """The time of the loop, and what the test adds to it."""
+    """The time of the loop, plus an offset that the test sets."""
 
     ahead_s = 0.0
 
@@ -75,7 +75,7 @@ def reported(replica: Replica) -> dict[str, float] | None:
 
 
 async def at_rest(replica: Replica) -> None:
-    """Return when the call that was begun last has ended."""
+    """Return once the latest call has ended."""
     recorder = replica._code._stats  # type: ignore[attr-defined]
     await wait_until(lambda: recorder._run is None)
 
@@ -134,7 +134,7 @@ def plain_function(request: Any = None) -> str:
 
 
 class Forwarding(Base):
-    """Has whatever it is asked for, but does not define it."""
+    """Returns any attribute by ``__getattr__``, without defining it."""
 
     def __getattr__(self, name: str) -> Any:
         GATES.calls += 1
@@ -154,7 +154,7 @@ def test_code_without_the_method_is_not_called(definition: Any) -> None:
     run(scenario, definition)
 
 
-def test_nothing_is_called_unless_somebody_asks() -> None:
+def test_nothing_is_called_without_a_reader() -> None:
     async def scenario(replica: Replica) -> None:
         await replica.statistics()
         replica.samples()
@@ -207,11 +207,11 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
         statistics = await replica.statistics()
         assert (statistics["abandoned"], statistics["ongoing"]) == (0, 0)
         if definition is HangingPlain:
-            assert GATES.calls == 2  # never twice at a time
+            assert GATES.calls == 2  # never two calls at a time
         GATES.go.set()
         found = await wait_until(lambda: reported(replica))
         if definition is HangingPlain:
-            assert found == {"tokens": 3.0}  # what came too late is not gone by
+            assert found == {"tokens": 3.0}  # late results are ignored
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, definition)
@@ -221,7 +221,7 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
 
 
 class Broken(Plain):
-    """In the end not even to be asked for its method."""
+    """Finally, even looking up its method fails."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "record_autoscaling_stats" and GATES.answer == "broken":

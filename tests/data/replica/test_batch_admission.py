@@ -1,4 +1,4 @@
-"""How many requests of batch jobs a replica runs at a time, so that live requests find room."""
+"""How many requests of batch jobs a replica runs at a time, so that live requests have room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_OF_TWO, SECOND_OF_TWO, ONLY = (0, 0, 0, 2), (1, 0, 1, 2), (0, 0, 0, 1)
 
 
 def run_full(limit: BatchLimit, rate_of: Callable[[int], float], began: float, for_s: float) -> float:
-    """Let requests end, with others waiting, at a rate that depends on how many run; return the time."""
+    """Let requests end while others wait, at a rate that depends on how many run; return the time."""
     now = began
     while now < began + for_s:
         running = limit.limit
@@ -57,7 +57,7 @@ def test_the_limit_follows_code_that_changes() -> None:
 
 
 def test_a_maximum_that_stays_does_not_end_what_is_measured() -> None:
-    """The controller publishes the number with each change of a config."""
+    """The controller publishes the maximum with each change of a config."""
     limits = BatchLimit(7), BatchLimit(7)
     now = 0.0
     for step in range(400):

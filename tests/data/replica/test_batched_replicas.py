@@ -1,4 +1,4 @@
-"""``batch`` where it belongs: in replicas, called by HTTP, by handles and from inside the class."""
+"""``batch`` in replicas, called over HTTP, by handle and from inside the class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_S = 60.0
 
 
 class Model:
-    """Everything it does is batched; waits so long that a batch that does not fill is a test that fails."""
+    """All methods are batched. The wait is so long that a batch that is not full makes the test fail."""
 
     def __init__(self) -> None:
         self.threads: set[str] = set()
@@ -44,7 +44,7 @@ class Model:
 
 
 class Counting:
-    """Streams over HTTP what a batch of generators makes."""
+    """Streams the items of a batch of generators over HTTP."""
 
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
     async def count_to(self, numbers: list[int]) -> AsyncIterator[list[Any]]:
@@ -112,7 +112,7 @@ def test_batches_of_generators_are_streamed_over_http(client: serve.Client, even
 
 
 def test_reconfigure_changes_the_limits_of_its_replica(client: serve.Client) -> None:
-    # The call that waits for its batch counts as running: the change waits for it as long as a stop would.
+    # A call that waits for its batch counts as running: the change waits for it as long as a stop does.
     handle = deploy(client, "model", Model, user_config=2, graceful_shutdown_timeout_s=0.1)
     assert handle.double._python_methods == handle._python_methods
     responses = [handle.double.remote(n) for n in range(2)]

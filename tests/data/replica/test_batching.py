@@ -1,4 +1,4 @@
-"""Classic batching: who goes together, and what becomes of each."""
+"""Classic batching: which requests share a batch, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def http(body: bytes = b"") -> BatchItem:
 
 
 def answer_both_ways(function: Callable[[list[Any]], Any], items: list[BatchItem]) -> list[Any]:
-    """Return the outcomes, having made sure that the async way comes to the same."""
+    """Return the outcomes, after checking that the async function has the same."""
 
     async def async_function(requests: list[Any]) -> Any:
         return function(requests)

@@ -1,4 +1,4 @@
-"""Definitions of every form: what is known of them, how they are loaded, and how they answer."""
+"""Definitions of every form: their inspection, how they are loaded, and how they answer."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ APP = Starlette()
 # ---- what is known before anything runs
 
 
-def test_what_a_definition_says_of_itself() -> None:
+def test_facts_are_read_from_a_definition() -> None:
     for definition, blocking, asgi, batches, methods in [
         (plain, True, False, False, {CALL}),
         (coroutine, False, False, False, {CALL}),
@@ -424,7 +424,7 @@ def test_a_hook_that_is_missing_is_named() -> None:
 
 
 def answer(servable: Servable, head: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a call comes to, along the way that its method takes."""
+    """Return the result of a call, run in the thread or on the loop that its method needs."""
     method = servable.method(head.get("method", CALL))
     arguments = pickling.dump((args, kwargs))
     if method.is_async:
@@ -622,7 +622,7 @@ def test_the_state_of_an_application_travels_with_it() -> None:
 
 
 def test_the_state_of_an_application_is_pickled_by_a_program_that_only_deploys() -> None:
-    """A client inspects definitions; it never imports what runs them."""
+    """A client inspects definitions, and never imports the modules that run them."""
     program = (
         "import sys, pickle, cloudpickle, daskserve\n"
         "from starlette.applications import Starlette\n"

@@ -1,4 +1,4 @@
-"""Asking a child for its metrics: every second, whatever it answers, until it is gone."""
+"""Polling a child for its metrics: every second, whatever it answers, until it has ended."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from daskserve.data.replica.process.runner import ChildRunner
 
 
 class Child:
-    """A child whose code ends, or whose verb fails, when the test says so."""
+    """A child whose code ends, or whose verb fails, when the test requests it."""
 
     def __init__(self) -> None:
         self.ended = asyncio.get_running_loop().create_future()

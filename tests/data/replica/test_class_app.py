@@ -1,4 +1,4 @@
-"""Classes with the routes of an application: what is bound to which object.
+"""Classes with the routes of an application: which object each endpoint is bound to.
 
 Annotations are not postponed here: they name methods of the class they are in.
 """
@@ -585,7 +585,7 @@ def shop_that_adds() -> type[Any]:
 
 
 def follows_included_routers() -> bool:
-    """Return whether FastAPI serves what is added to a router after it was included: since 0.136."""
+    """Return whether FastAPI serves routes that are added to a router after it was included: since 0.136."""
     app, router = FastAPI(), APIRouter()
     app.include_router(router)
     router.add_api_route("/", lambda: None)
@@ -595,12 +595,12 @@ def follows_included_routers() -> bool:
 ADDED = ["/late/of-class", "/method", "/own-method", "/router/before", "/router/of-class"]
 if follows_included_routers():
     ADDED += ["/included/more", "/included/of-class", "/own/route", "/router/after"]
-#: Those that FastAPI does not describe.
+#: The routes that FastAPI does not describe.
 OTHERS = ["/admin/", "/plus", "/starlette", "/sub/more"]
 
 
 @pytest.mark.parametrize("loads", ["once", "twice", "twice, not complete"])
-def test_what_a_constructor_adds_belongs_to_its_replica(loads: str) -> None:
+def test_routes_that_a_constructor_adds_belong_to_its_replica(loads: str) -> None:
     cls = shop_that_adds()
     data = dump_bytes(cls)
     servables = [Servable(cls if loads == "once" else load_bytes(data), ("a",), {})]
@@ -629,7 +629,7 @@ def test_an_object_that_a_program_makes_serves_what_its_constructor_adds() -> No
 def test_nothing_refers_to_the_object_of_a_replica_that_has_ended() -> None:
     servable = Servable(shop_that_adds(), ("a",), {})
     servable.construct_in_thread()
-    # Not a plain endpoint: the thread that has run one keeps it until it runs another.
+    # This is not a plain endpoint, because the thread that has run one refers to it until it runs another.
     assert texts_of_websocket(servable.target, "/socket") == ["a"]
     ended = weakref.ref(servable.target)
     servable.close_in_thread()
@@ -752,7 +752,7 @@ def test_a_class_without_methods_serves_any_asgi_application() -> None:
     assert (made.args, made.kwargs) == ((1,), {"key": 2})
 
 
-def test_what_is_an_ingress_may_be_mounted_in_another() -> None:
+def test_an_ingress_application_may_be_mounted_in_another() -> None:
     outer, inner = FastAPI(), FastAPI()
     inner.add_api_route("/inner", lambda: "inner")
     outer.add_api_route("/outer", lambda: "outer")

@@ -1,4 +1,4 @@
-"""What user code returns or raises, as a response."""
+"""Responses made from the results and errors of user code."""
 
 from __future__ import annotations
 

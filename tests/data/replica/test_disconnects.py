@@ -63,7 +63,7 @@ async def wait(request: Request) -> PlainTextResponse:
 
 
 class NotedStream(StreamingResponse):
-    """Notes its end. Starlette leaves a generator that waits for its client to the garbage collector."""
+    """Records its end. Starlette leaves a generator that waits for its client to the garbage collector."""
 
     def __init__(self, request: Request, content: Any) -> None:
         super().__init__(content)
@@ -105,7 +105,7 @@ async def silent(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def push(scope: Any, receive: Any, send: Any) -> None:
-    """Only send, as a feed of news does."""
+    """Only send, like a news feed."""
     await receive()
     await send({"type": "websocket.accept"})
     file = Path(dict(parse_qsl(scope["query_string"].decode()))["file"])
@@ -168,7 +168,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 MODES = (None, "cancel", "disconnect")
-#: A child gets the option as a thread does. To start one for each kind of backend and mode takes long.
+#: A child gets the option like a thread, and one for each kind of backend and mode would take long to start.
 IN_THREADS = [(place, mode) for place in ("own", "worker") for mode in MODES]
 APPS = [*IN_THREADS, ("process", None), ("process", "cancel")]
 STREAMS = [*IN_THREADS, ("process", None)]

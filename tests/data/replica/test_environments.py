@@ -30,7 +30,7 @@ DEADLINE_S = 60
 
 
 def make_wheel(folder: Path, *, version: str) -> str:
-    """Create a wheel of a package with one module, which says its version, and a command."""
+    """Create a wheel of a package with a command and one module, which contains its version."""
     name = f"daskserve_test_layer-{version}"
     path = folder / f"{name}-py3-none-any.whl"
     head = f"Metadata-Version: 2.1\nName: daskserve-test-layer\nVersion: {version}\n"
@@ -60,7 +60,7 @@ def is_held(folder: str) -> bool:
 
 
 def facts() -> dict[str, Any]:
-    """Return what a replica's process sees; runs there."""
+    """Return facts about a replica's process; runs there."""
     import daskserve_test_layer  # type: ignore[import-not-found]
 
     return {
@@ -73,7 +73,7 @@ def facts() -> dict[str, Any]:
 
 
 class Facts:
-    """Calls what `facts` of the working directory's module returns, or that of this module."""
+    """Returns the result of `facts` of the working directory's module, or of this module."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -102,7 +102,7 @@ sys.stdin.read()
 
 
 def run_replica(where: str, env: Any) -> Any:
-    """Start a replica as the controller would, call it, stop it, and return what it answered."""
+    """Start a replica as the controller does, call it, stop it, and return its answer."""
     spec = make_spec("b", Facts, (where,), {}, actor_options=None, config=None, timeout_s=None, env=env)
     start = replica_start(Facts, concurrency=2, environment=spec.env)
     replica = replica_of(replace(start, code=spec.code, config=spec.config))

@@ -1,4 +1,4 @@
-"""Errors whose classes have code of their own: it runs in threads, and for a limited time."""
+"""Errors whose classes define methods: these run in threads, and for a limited time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 
 
 class Stuck(Exception):
-    """Its text takes until ``resume`` is set."""
+    """Creating its text takes until ``resume`` is set."""
 
     resume = threading.Event()
 
@@ -32,7 +32,7 @@ class Stuck(Exception):
 
 
 class Unpicklable(Stuck):
-    """Its text is there, but to pickle it takes as long."""
+    """Its text is created at once, but pickling it takes until ``resume`` is set."""
 
     def __str__(self) -> str:
         return "in time"

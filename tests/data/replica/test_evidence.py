@@ -1,4 +1,4 @@
-"""What counts as user code on the stack of a loop."""
+"""Which frames on the stack of a loop count as user code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskserve.data.replica.execution.evidence import (
 
 
 def stack(*modules: str) -> list[Any]:
-    """Return the frames of a stack, of which the outermost comes first."""
+    """Return the frames of a stack, given outermost first."""
     frames: list[Any] = []
     for line, module in enumerate(modules):
         code = types.SimpleNamespace(co_filename=f"/src/{module}.py", co_name="run")

@@ -101,7 +101,7 @@ class Failing:
 
 
 def seen(response: Any) -> Any:
-    """Return what a caller sees of the error of `Failing.odd`."""
+    """Return the error of `Failing.odd` as a caller gets it."""
     with pytest.raises(ApiError) as caught:
         response.result(DEADLINE_S)
     error = caught.value
@@ -242,6 +242,7 @@ def test_an_error_over_http_is_logged_once_with_the_request_id(
     assert record.name == "daskserve.replica"
     assert record.getMessage().startswith(f"Request id-42 to {backend}#")
     assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], BaseException)
 
 
 @pytest.mark.parametrize("path", ["/app/refuse", "/app/open"])
@@ -335,7 +336,7 @@ def test_a_process_of_its_own_logs_its_errors_itself(
 
 
 def packed(error: BaseException) -> PackedError:
-    """Return an error as it is packed by whatever way it takes."""
+    """Return a packed error, whichever way packs it."""
     *_, found = [pack_now(error)] if pack_now(error) else pack_in_steps(error)
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""User code in the task of its request: it must look from outside as if it had one of its own."""
+"""User code in the task of its request must behave as if it had a separate task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 
 
 class Entered:
-    """Code that was entered in the present task, to be awaited there."""
+    """Code that was entered in the current task, to be awaited there."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -51,7 +51,7 @@ class Entered:
 
 
 class Desk:
-    """A wall, and what its runs did."""
+    """A fake executor that records its runs."""
 
     def __init__(self) -> None:
         self.executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), event_loop="worker")
@@ -172,7 +172,7 @@ def test_calls_of_the_code_are_cancelled_after_the_code_itself() -> None:
 
 
 @pytest.mark.parametrize("by_timeout", [False, True])
-def test_what_code_cancels_itself_leaves_its_calls_alone(by_timeout: bool) -> None:
+def test_tasks_that_code_cancels_itself_do_not_cancel_its_calls(by_timeout: bool) -> None:
     async def code() -> None:
         if by_timeout:
             with pytest.raises(TimeoutError):
@@ -192,7 +192,7 @@ def test_what_code_cancels_itself_leaves_its_calls_alone(by_timeout: bool) -> No
     run(scenario)
 
 
-def test_code_that_goes_on_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
+def test_code_that_continues_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
     async def stubborn() -> str:
         try:
             await asyncio.sleep(60)

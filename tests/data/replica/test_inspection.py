@@ -14,7 +14,7 @@ from daskserve.errors import BadRequestError, InspectionError
 
 
 class Code:
-    """Works, waits, and gets stuck."""
+    """Code that computes, waits and hangs."""
 
     def work(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -46,7 +46,7 @@ def functions(stacks: dict[str, Any], kind: str) -> set[str]:
 
 
 async def stacks_with(replica: Any, kind: str, name: str) -> dict[str, Any]:
-    """Return the stacks once a function is among them."""
+    """Return the stacks once they contain a function."""
     async with asyncio.timeout(10):
         while True:
             found: dict[str, Any] = await replica.verbs["stacks"]()
@@ -56,7 +56,10 @@ async def stacks_with(replica: Any, kind: str, name: str) -> dict[str, Any]:
 
 async def check_profile(replica: Any) -> None:
     running = asyncio.ensure_future(call(replica, "work", 0.4))
-    await stacks_with(replica, "threads", "work")
+    found = await stacks_with(replica, "threads", "work")
+    assert [each["runs_code"] for each in found["threads"]] == [True, False], (
+        "the event loop has nothing to do"
+    )
     found = await replica.verbs["profile"](seconds=0.15)
     assert "Code.work" in {each[0] for each in found["functions"]}
     assert found["busy"] > 0
@@ -83,7 +86,7 @@ def test_code_that_is_stuck_is_shown() -> None:
         assert functions(found, "tasks") == {"wait", "_waits_inside"}
         blocked = asyncio.ensure_future(call(replica, "block", 0.3))
         found = await stacks_with(replica, "threads", "block")
-        assert next(each["kind"] for each in found["threads"] if each["runs_code"]) == "event loop"
+        assert [each["kind"] for each in found["threads"] if each["runs_code"]] == ["event loop"]
         await blocked
         for each in running:
             each.cancel()

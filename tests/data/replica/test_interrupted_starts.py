@@ -1,4 +1,4 @@
-"""A replica that is deleted while its constructor runs: the destructor runs all the same, once."""
+"""A replica that is deleted while its constructor runs: the destructor still runs, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for a replica wherever its user code runs, and what only a child process adds.
+"""Replicas behave the same wherever their user code runs; some tests are for child processes only.
 
 A child takes a third of a second to start, so a module's tests share one per definition.
 """
@@ -53,7 +53,8 @@ from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.histogram import HistogramCounts
 
 DEADLINE_S = 20.0
-#: The deadline on a replica on which a test has missed one: if it is stuck, the others fail soon, too.
+#: The deadline on a replica after a test has missed one, so that the other tests of a stuck replica fail
+#: soon.
 STUCK_DEADLINE_S = 2.0
 HERE, SUPPORT = Path(__file__).parent, Path(code.__file__).parent
 
@@ -64,7 +65,7 @@ async def bounded(work: Coroutine[Any, Any, Any], deadline_s: float = DEADLINE_S
 
 
 def run(work: Coroutine[Any, Any, Any]) -> None:
-    """Run a test on an event loop of its own, with a deadline."""
+    """Run a test on its own event loop, with a deadline."""
     asyncio.run(bounded(work))
 
 
@@ -109,7 +110,7 @@ class Bench:
 
 
 def processes_of(leader: int) -> list[psutil.Process]:
-    """Return what still runs of a process group."""
+    """Return the processes of a group that still run."""
 
     def group(process: psutil.Process) -> int:
         try:
@@ -281,7 +282,7 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
 
 
 async def call_patiently(replica: HostedActor, left_s: float = 60.0) -> Any:
-    """Return the result of a call that waits for a slot, and what was sent before it."""
+    """Return the result of a call that waits for a slot, and the messages sent before it."""
     head = {"method": "pid", "legacy": False, "request_id": "request-1"}
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})), queue_timeout=QueueTimeout(left_s))
     reply = Reply()
@@ -396,7 +397,7 @@ def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench,
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        # While requests come and go beside it, the slot stays taken.
+        # While other requests begin and end, the slot stays taken.
         for _ in range(3):
             await call(model.replica, "pid")
         assert model.replica.load().ongoing == 1
@@ -826,7 +827,7 @@ def test_a_start_ends_with_its_event_loop(tmp_path: Path, is_reversed: bool) -> 
         starting = asyncio.create_task(replica.start())
         await until((tmp_path / "constructor-began").exists)
         child = replica._code._child
-        # What `asyncio.run` does in the end, but with a deadline, and in either order of the tasks.
+        # Cancel all tasks as `asyncio.run` does at its end, but with a deadline, and in either order.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in sorted(tasks, key=asyncio.Task.get_name, reverse=is_reversed):
             task.cancel()
@@ -925,7 +926,7 @@ def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None
 
 
 def make_environment(folder: Path, *paths: Path | str) -> Path:
-    """Make a virtualenv quickly: without pip, and with what other folders of packages find."""
+    """Create a virtualenv quickly: without pip, and with the packages of other folders."""
     venv.EnvBuilder(symlinks=True).create(folder)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     lines = (f"import site; site.addsitedir({str(path)!r})\n" for path in paths)
@@ -942,7 +943,7 @@ def test_a_virtualenv_is_used_with_its_own_packages(tmp_path: Path, monkeypatch:
 
 
 def start_error(environment: Path | str) -> Exception:
-    """Return what a replica in an environment fails to start with; no process is left."""
+    """Return the error of a replica that fails to start in an environment; no process is left."""
 
     async def main() -> None:
         before = set(psutil.Process().children())
@@ -984,7 +985,7 @@ def test_an_interpreter_with_another_daskserve_is_named(tmp_path: Path) -> None:
 
 
 def script(folder: Path, text: str) -> Path:
-    """Make an environment whose interpreter is a shell script."""
+    """Create an environment whose interpreter is a shell script."""
     python = folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\n{text}\n")
@@ -1017,7 +1018,7 @@ def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
 
 
 def series(replica: Any) -> dict[tuple[str, ...], float]:
-    """Return the samples of the replica by name and by the labels that are neither instance nor backend."""
+    """Return the samples of the replica by name, and by labels other than instance and backend."""
     return {
         (name, *labels[2:]): value.count if isinstance(value, HistogramCounts) else value
         for name, labels, value in replica.samples()

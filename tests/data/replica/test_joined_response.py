@@ -1,4 +1,4 @@
-"""Responses of ASGI applications cross as one message where they can."""
+"""Responses of ASGI applications are sent as one message where possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(text: bytes = b"abc", **more: Any) -> Message:
 
 
 class Sink(ResponseSink):
-    """Notes messages; what it takes from a callback is taken an iteration of the loop later."""
+    """Records messages; a message from a callback is recorded one loop iteration later."""
 
     def __init__(self, found: list[Message]) -> None:
         self.found = found
@@ -45,7 +45,7 @@ class Sink(ResponseSink):
 
 
 def passed_on(*messages: Message) -> list[Message]:
-    """Return the messages that are passed on for those of an application."""
+    """Return the messages that are sent for the messages of an application."""
     found: list[Message] = []
 
     async def main() -> None:
@@ -146,7 +146,7 @@ def test_starlettes_answer_to_an_error_waits_until_the_application_has_ended() -
 
     assert asyncio.run(ended_by(JoinedResponse.end)) == [whole]
     assert asyncio.run(ended_by(JoinedResponse.drop)) == []
-    # An application that goes on after its own answer keeps its client waiting no longer than this.
+    # An application that continues after its answer delays its client by at most this time.
     assert asyncio.run(ended_by(lambda _: None)) == [whole]
 
 

@@ -70,7 +70,7 @@ def test_the_only_proxy_spreads_requests_over_the_replicas_of_all_workers(
 
 
 class Published:
-    """The listener of a process, with values that a test publishes."""
+    """The listener for published values of a process, with values that a test publishes."""
 
     def __init__(self) -> None:
         self.watchers: dict[str, Callable[[Any], None]] = {}
@@ -91,12 +91,14 @@ class Child:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.given: list[tuple[str, list[int]]] = []
         self.is_lost = False
-        #: What the listeners of the child have counted, by port.
+        #: The counts of the child's listeners, by port.
         self.counted: dict[str, Any] = {}
 
     async def call(self, verb: str, **message: Any) -> Any:
         if self.is_lost:
             raise ActorLostError("gone", begun=False)
+        for _ in range(5):  # a process does not answer at once
+            await asyncio.sleep(0)
         self.calls.append((verb, message))
         return self.counted if verb == "stop_listening" else None
 

@@ -1,4 +1,4 @@
-"""HTTP requests that name the method which is to answer them (feature CL30)."""
+"""HTTP requests that name the method to call (feature CL30)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ON = {"method_header": True}
 
 
 class Model:
-    """Tells which method was called, and with what."""
+    """Returns the called method and its argument."""
 
     def __call__(self, request: Any) -> str:
         return f"call {type(request).__name__} {request.query_params.get('q')}"

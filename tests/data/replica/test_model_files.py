@@ -1,4 +1,4 @@
-"""Versions of models, and their download from a file system that is elsewhere."""
+"""Versions of models, and their download from a remote file system."""
 
 from __future__ import annotations
 

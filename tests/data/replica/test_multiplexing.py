@@ -1,4 +1,4 @@
-"""Requests that name a model: how its id travels, and which replica answers."""
+"""Requests that name a model: how its id is passed on, and which replica answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.smoke
 
 DEADLINE_S = 10
 HEADER = "serve_multiplexed_model_id"
-#: What has been loaded and unloaded by each replica, and what a request waits for.
+#: The models that each replica has loaded and unloaded, and the event for which a request waits.
 EVENTS: list[tuple[str, str, str]] = []
 GO = threading.Event()
 
@@ -121,7 +121,7 @@ def test_calls_and_requests_of_a_model_go_to_the_same_replica(
 ) -> None:
     named = handle.options(multiplexed_model_id="same")
     place = named.remote().result(DEADLINE_S)["replica"]
-    # Routers of other processes learn within a second where it is.
+    # Routers of other processes know within a second which replica has the model.
     poll_for(
         lambda: any("same" in each.multiplexed.get("models", ()) for each in client.status().actors),
         what=lambda: "the model is not published",

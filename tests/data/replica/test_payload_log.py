@@ -1,4 +1,4 @@
-"""Bodies of requests and answers in a sink: what is written, and what a bad sink does to requests."""
+"""Bodies of requests and responses in a sink: the written events, and the effects of a failing sink."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def metric(name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("place", ["memory", "file"])
-def test_what_passes_a_replica_is_in_the_sink(place: str, tmp_path: Path) -> None:
+def test_payloads_of_a_replica_are_in_the_sink(place: str, tmp_path: Path) -> None:
     sink = f"memory://payloads{tmp_path}" if place == "memory" else str(tmp_path / "deep")
 
     async def double(request: Any) -> Any:
@@ -222,7 +222,7 @@ def test_a_value_that_is_too_large_or_odd_is_no_failure() -> None:
 
 
 class Sink:
-    """A sink that fails, or hangs, for as long as the test wants."""
+    """A sink that fails or hangs until the test lets it work."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -364,7 +364,7 @@ def test_a_request_that_ends_after_the_options_have_changed_is_dropped(is_over: 
     assert [each["data"] for each in lines_in(str(sink))] == ([] if is_over else [1])
 
 
-def test_what_passes_a_child_process_is_in_the_sink_and_counts(tmp_path: Path) -> None:
+def test_payloads_of_a_child_process_are_in_the_sink_and_counted(tmp_path: Path) -> None:
     async def double(request: Any) -> Any:
         return {"twice": 2 * (await request.json())["n"], "card": "1234"}
 

@@ -1,4 +1,4 @@
-"""Priorities in the queues of a replica, and what user code reads of priorities and sessions."""
+"""Priorities in the queues of a replica, and priorities and sessions as user code reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = {"classes": {"urgent": 9}, "header": "X-Priority"}
     request_router_config={"request_router_class": "ConsistentHash", "session": "cookie:sid"},
 )
 class Model:
-    """Answers batches of one, and loads one model at a time, in the order that it notes."""
+    """Answers batches of one, loads one model at a time, and records the order."""
 
     def __init__(self) -> None:
         self.order: list[str] = []

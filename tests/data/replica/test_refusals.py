@@ -1,4 +1,4 @@
-"""What a deployment refuses because of its load or its state, its caller refuses as well."""
+"""If a deployment refuses a request because of its load or state, its caller refuses its own request, too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Base:
         return self.child.fail.remote(what)
 
     def free(self) -> None:
-        """Cancel the held requests, and return when they have left the queue and the slot of the child."""
+        """Cancel the held requests; return when they have left the queue and the slot of the child."""
         for each in self.__dict__.pop("held", ()):
             each.cancel()
         while True:
@@ -152,7 +152,7 @@ def client() -> Iterator[serve.Client]:
 
 
 def get(client: serve.Client, path: str) -> tuple[int, str | None]:
-    """Return the status of a response, and when to try again."""
+    """Return the status of a response, and its ``Retry-After``."""
     try:
         with urllib.request.urlopen(client.http_urls()[0] + path, timeout=DEADLINE_S) as response:
             return response.status, response.headers.get("retry-after")
@@ -162,7 +162,7 @@ def get(client: serve.Client, path: str) -> tuple[int, str | None]:
 
 
 def records(caplog: pytest.LogCaptureFixture) -> list[tuple[str, bool]]:
-    """Return where errors were logged, and whether with a traceback."""
+    """Return the loggers of errors, and whether each logged a traceback."""
     found = [each for each in caplog.records if each.levelno >= logging.WARNING]
     return [(each.getMessage().split(" to ")[1].split("#")[0], each.exc_info is not None) for each in found]
 
@@ -199,7 +199,7 @@ def test_a_refusal_passes_through_any_number_of_deployments_and_is_one_line(
     assert get(client, "/top?what=BackPressureError") == (503, "1")
     assert records(caplog) == [("child", False)]
     caplog.clear()
-    # More of them are not logged: it says nothing new.
+    # Further errors of this kind are not logged.
     for _ in range(3):
         assert get(client, "/top?what=BackPressureError") == (503, "1")
     assert records(caplog) == []

@@ -1,4 +1,4 @@
-"""A replica from start to stop: what user code may do, and what its callers see of it."""
+"""A replica from start to stop: the actions of user code, and their effects on callers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from replica_harness import Reply, body_messages, http, make, our_threads, repli
 from replica_harness import call as call_method
 from replica_starts import reconfiguration, replica_start
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -44,7 +45,7 @@ DEADLINE_S = 10.0
 
 
 class SharedGates(Gates):
-    """What user code and test tell each other."""
+    """Values and events that user code and the test share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ _fresh_gates = anew_for_each_test(GATES)
 
 
 def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, *args: Any, **options: Any) -> None:
-    """Start a replica, run the scenario, stop it, and hold it to leaving nothing behind."""
+    """Start a replica, run the scenario, stop the replica, and check that it leaves nothing behind."""
 
     async def main() -> None:
         replica = make(definition, *args, **options)
@@ -80,7 +81,7 @@ async def call(replica: Replica, *args: Any, method: str = "__call__", **kwargs:
 
 
 async def begun(count: int = 1) -> None:
-    """Return when user code has said so that often."""
+    """Return once user code has begun that often."""
     for _ in range(count):
         await until(lambda: GATES.began.acquire(blocking=False))
 
@@ -218,7 +219,7 @@ class SlowToReconfigure:
 
 
 class TwoFields:
-    """Takes over a config in two parts, with a pause in between."""
+    """Applies a config in two parts, with a pause in between."""
 
     def __init__(self) -> None:
         self.first = self.second = "old"
@@ -235,7 +236,7 @@ class TwoFields:
 
 
 def test_no_request_sees_half_of_a_reconfiguration() -> None:
-    """The running ones end first. Later ones are refused at once, so that their routers go elsewhere."""
+    """Running requests end first. Later ones are refused at once, so that routers choose other replicas."""
 
     async def scenario(replica: Replica) -> None:
         running = asyncio.create_task(call(replica))
@@ -876,7 +877,7 @@ def test_a_cancelled_stream_is_closed(definition: Any) -> None:
 
 
 def test_a_stream_that_never_pauses_is_cancelled_at_any_moment() -> None:
-    """It goes on, unheard, while its cancellation is on its way to the loop that it occupies."""
+    """It continues, without a reader, until its cancellation reaches the loop that it occupies."""
 
     async def scenario(replica: Replica) -> None:
         for number in range(1, 40):
@@ -896,6 +897,19 @@ def test_a_stream_that_never_pauses_is_cancelled_at_any_moment() -> None:
 def double(requests: list[Any]) -> list[Any]:
     GATES.notes.append(len(requests))
     return [2 * int(request.query_params["n"]) for request in requests]
+
+
+@accept_batch
+def refuse(requests: list[Any]) -> list[Any]:
+    raise HTTPException(418, "teapots only")
+
+
+def test_an_http_error_for_a_batch_is_the_response_to_each_of_its_requests() -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = await asyncio.gather(http(replica), http(replica))
+        assert [(each.status, each.body) for each in answers] == [(418, b"teapots only")] * 2
+
+    run(scenario, refuse, max_batch_size=2, batch_wait_timeout=60.0)
 
 
 @accept_batch
@@ -1102,7 +1116,7 @@ def test_the_users_health_check_is_part_of_the_probe(definition: Any) -> None:
 
 
 class LeavesATask:
-    """Its constructor leaves a task on the loop which blocks that."""
+    """Its constructor leaves a task that blocks the loop."""
 
     def __init__(self) -> None:
         self.task = asyncio.ensure_future(self.block())
@@ -1140,7 +1154,7 @@ def test_blocking_the_loop_on_purpose_does_not_fail_the_start() -> None:
 
 
 class NotesWhere:
-    """Notes where it is unpickled: the thread, and whether an event loop runs there."""
+    """Records the thread in which it is unpickled, and whether an event loop runs there."""
 
     def __reduce__(self) -> Any:
         return note_where, ()
@@ -1320,7 +1334,7 @@ def test_a_replica_that_was_never_started_can_be_stopped() -> None:
 
 
 def series(replica: Replica) -> dict[tuple[str, ...], float]:
-    """Return the samples by name and by the labels that are neither instance nor backend."""
+    """Return the samples by name, and by labels other than instance and backend."""
     found = {}
     for name, labels, value in replica.samples():
         assert labels[:2] == ("an-instance", "b")
@@ -1386,7 +1400,7 @@ def test_batches_of_both_kinds_are_counted_by_method() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) -> None:
+def test_requests_that_wait_for_their_batch_are_counted_as_queued(event_loop: str) -> None:
     class Batches:
         @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
         async def double(self, numbers: list[int]) -> list[int]:

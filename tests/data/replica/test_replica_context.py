@@ -1,4 +1,4 @@
-"""What user code learns of its replica, and what it tells of it: context, ranks, metadata, statistics."""
+"""Facts about a replica that user code reads or reports: context, ranks, metadata, statistics."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_metadata_that_cannot_be_sent_fails_the_start() -> None:
                 play(kind, scenario)
 
 
-def test_what_hooks_return_is_checked_where_it_is_made() -> None:
+def test_return_values_of_hooks_are_checked_in_the_replica() -> None:
     for answer, wrong in [
         ({"a": [1, None, {"b": 0.5}]}, ""),
         ([], "returned list; return a dict"),

@@ -1,4 +1,4 @@
-"""The state machine of an answer: which event is allowed when, what is counted, and when the slot is free."""
+"""The state machine of a request: the allowed events, the counts, and the release of the slot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class ScriptedRun(CodeRun):
-    """Code that ends when the test says so."""
+    """Code that the test ends."""
 
     def __init__(self, listener: Any, *, ends_when_cancelled: bool = False) -> None:
         super().__init__(set(), print, (), contextvars.copy_context(), listener)
@@ -50,7 +50,7 @@ class ScriptedRun(CodeRun):
 
 
 class ScriptedRequest(ReplicaRequest):
-    """An answer whose user code is a `ScriptedRun`."""
+    """A request whose user code is a `ScriptedRun`."""
 
     def __init__(self, deadline: float | None = None, **options: Any) -> None:
         metrics = ReplicaMetrics()
@@ -59,7 +59,7 @@ class ScriptedRequest(ReplicaRequest):
         super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, metrics)
         self.options = options
         self.code: ScriptedRun
-        #: End what holds the slot besides user code.
+        #: End all runs that hold the slot besides user code.
         self.releases: list[Callable[[], None]] = []
 
     def begin(self, receive: Any = None, send: Any = None) -> None:
@@ -75,7 +75,7 @@ class ScriptedRequest(ReplicaRequest):
         return False
 
     def run_code(self) -> ScriptedRun:
-        """Begin, having a slot."""
+        """Begin with a slot."""
         self.slots.ongoing += 1
         self.granted()
         self.begin()
@@ -83,7 +83,7 @@ class ScriptedRequest(ReplicaRequest):
 
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
-        """What was handled, failed, cancelled, of that late, and how many durations were observed."""
+        """The numbers of handled, failed, cancelled and late requests, and of observed durations."""
         metrics = self.metrics
         return (
             metrics.handled,
@@ -205,7 +205,7 @@ EVENTS: dict[str, Callable[[ScriptedRequest], None]] = {
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS))), st.booleans())
-def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
+def test_any_sequence_of_events_frees_the_slot_once_and_counts_the_request_once(
     names: list[str], ends_when_cancelled: bool
 ) -> None:
     answer = ScriptedRequest(ends_when_cancelled=ends_when_cancelled)

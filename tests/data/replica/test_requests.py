@@ -1,4 +1,4 @@
-"""Requests as user code sees them, and their messages' way across the executor."""
+"""Requests as user code sees them, and the path of their messages across the executor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def part(body: bytes, more: bool) -> Message:
 
 
 class Client:
-    """The worker's side of a connection: messages to receive, then silence; what was sent, when it may be."""
+    """The worker's side of a connection: messages to receive, then silence. Sends wait for the test."""
 
     def __init__(self, *messages: Message | Exception) -> None:
         self.messages = list(messages)
@@ -474,7 +474,7 @@ def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) 
     run(scenario)
 
 
-def test_user_code_on_the_workers_loop_goes_on_without_its_client() -> None:
+def test_user_code_on_the_workers_loop_continues_without_its_client() -> None:
     async def scenario(executor: UserExecutor) -> None:
         client = Client()
         client.send_error = ConnectionResetError("gone")
@@ -609,7 +609,8 @@ def test_the_context_of_a_request_is_not_shared_with_others() -> None:
         assert make()._is_disconnected is False
         await first.close()
         assert await make(part(b"x", more=True), part(b"y", more=False)).body() == b"xy"
-        # Nobody pushes here; it must not be called with the request as its first argument either.
+        # There is no server push, and the attribute must not be called with the request as its first
+        # argument.
         pushing = make()
         pushing.scope["extensions"] = {"http.response.push": {}}
         with pytest.raises(RuntimeError, match="Send channel"):
@@ -621,7 +622,7 @@ def test_the_context_of_a_request_is_not_shared_with_others() -> None:
 def test_the_context_of_a_request_says_what_the_ingress_knew() -> None:
     for head, request_id, route in [
         ({"extensions": {"daskserve": {"request_id": "id", "route": "/r", "shard_key": None}}}, "id", "/r"),
-        # Not by way of the ingress.
+        # This request does not pass through the ingress.
         ({}, "", ""),
         ({"extensions": None}, "", ""),
         ({"extensions": {}}, "", ""),
@@ -640,7 +641,7 @@ def test_the_calls_of_one_context_are_no_other_ones() -> None:
     assert first == second
     first.cancel_calls()
     assert [call.cancelled() for call in calls] == [True, False, False]
-    # What it calls later is cancelled too; one that has ended is forgotten.
+    # Later calls are cancelled, too; calls that have ended are forgotten.
     first.add_call(calls[2])
     assert calls[2].cancelled()
     assert not first._calls

@@ -1,4 +1,4 @@
-"""In which thread and on which event loop user code runs, and what errors say that come from it."""
+"""The threads and event loops in which user code runs, and the messages of its errors about them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunsLoopOfItsOwn:
 
 
 class NeedsLoop:
-    """As classes do that open an HTTP session in their constructor."""
+    """Needs a running loop, like classes that open an HTTP session in their constructor."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -89,7 +89,7 @@ def test_a_failed_constructor_names_the_rule(client: serve.Client) -> None:
 
 
 class Notes:
-    """Keeps an SQLite connection, and says which threads it runs in."""
+    """Keeps an SQLite connection, and records the threads in which it runs."""
 
     def __init__(self) -> None:
         self.database = sqlite3.connect(":memory:")
@@ -180,7 +180,7 @@ class ConfiguresLogging:
 
 @pytest.fixture
 def loggers() -> Iterator[None]:
-    """Enable the loggers again that a test disables."""
+    """Enable loggers again that a test has disabled."""
     known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     before = {each: each.disabled for each in known}
     handlers = dict(logging._handlers), list(logging._handlerList)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """The queue for slots: its order, its length, and that no slot is lost or given twice.
 
-test_isolation.py has what a replica shows of it.
+test_isolation.py tests the same through a replica.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from daskserve.testing import run_virtual
 
 
 class Holder(Slots):
-    """The slots of a replica whose requests last as long as the test says."""
+    """The slots of a replica; the test ends its requests."""
 
     def __init__(self, concurrency: int) -> None:
         super().__init__("b#AAAAAA", concurrency, ReplicaMetrics())
         self.is_open = True
-        #: The names of the requests in the order in which they began, and of those that run.
+        #: The names of the requests in the order in which they began, and the names of running requests.
         self.begun: list[Any] = []
         self.running: set[Any] = set()
         self.most = 0
@@ -70,7 +70,7 @@ class Holder(Slots):
 
 
 def run(concurrency: int, scenario: Callable[[Holder], Coroutine[Any, Any, None]]) -> None:
-    """Play a scenario, and hold it to leaving nothing behind."""
+    """Play a scenario, and check that it leaves nothing behind."""
 
     async def main() -> None:
         holder = Holder(concurrency)
@@ -195,10 +195,10 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 3))
-def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
+def test_random_requests_lose_and_double_no_slot_and_keep_their_order(
     steps: list[tuple[str, int, int, int]], concurrency: int
 ) -> None:
-    """`a` has no patience, `p` has, `s` has and cannot be told; `c` is cancelled, `r` changes the slots."""
+    """`a` does not wait, `p` and `s` do, `s` ignores notifications; `c` cancels, `r` changes the slots."""
 
     async def scenario(holder: Holder) -> None:
         tasks: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""Requests that a replica answers without a task: how they end, and go on in a task."""
+"""Requests that a replica answers without a task: how they end, or continue in a task."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from daskserve.payload.packed_errors import PackedError
 pytestmark = pytest.mark.smoke
 
 DEADLINE_S = 10.0
-#: What hanging user code waits for, and by which it tells that it has begun.
+#: The events with which hanging user code reports its begin and waits for its end.
 held, began = threading.Event(), threading.Event()
 
 
 class Answers:
-    """Takes what one request comes to."""
+    """Receives the outcome of one request."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[Message | None, Any]] = []
@@ -113,7 +113,7 @@ async def listen(request: Request) -> str:
 
 
 async def listen_while_streaming(request: Request) -> StreamingResponse:
-    """Begin to listen for the end of the client before there is anything to listen to."""
+    """Begin to wait for the client's disconnect before the response begins."""
     await request.receive()
     reading = asyncio.ensure_future(request.receive())
     await asyncio.sleep(0.01)
@@ -185,7 +185,7 @@ def call(method: str, **head: Any) -> Envelope:
 def run(
     definition: Any, scenario: Callable[[Replica], Awaitable[None]], place: str = "thread", **options: Any
 ) -> None:
-    """Start a replica, run the scenario, and hold it to leaving nothing behind.
+    """Start a replica, run the scenario, and check that it leaves nothing behind.
 
     No request is answered before the replica has started, or once it has stopped.
     """
@@ -253,7 +253,7 @@ def test_the_result_of_a_call_comes_with_the_load_after_it(method: str, place: s
         assert message is not None
         assert message["payload"].load() == 7
         assert load == replica.load() == Load(0, 0)
-        give_up()  # does nothing any more
+        give_up()  # has no effect any more
         assert len(answers.ends) == 1
         assert replica.load() == Load(0, 0)
 
@@ -279,7 +279,7 @@ def test_errors_are_outcomes(method: str, kind: type[Exception], place: str) -> 
 
 
 async def carry(rest: Any) -> tuple[list[Message], Load]:
-    """Have a task respond to the rest of a request; return what it sends."""
+    """Let a task send the rest of a response; return the messages."""
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -301,7 +301,9 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
         (listen_while_streaming, b"http.disconnect"),
     ],
 )
-def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(function: Any, body: bytes) -> None:
+def test_a_request_with_another_step_continues_in_a_task_and_keeps_its_slot(
+    function: Any, body: bytes
+) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         assert replica.handle(get()).start(answers) is not None
@@ -402,7 +404,8 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(
         def left() -> list[Any]:
             return [each for each in gc.get_objects() if isinstance(each, (ReplicaRequest, MessagePipe))]
 
-        # A thread that packs an error holds its request for a moment more; a cycle would hold it for ever.
+        # A thread that packs an error refers to its request for a moment longer; a cycle would keep it for
+        # ever.
         deadline = asyncio.get_running_loop().time() + 5
         while left() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

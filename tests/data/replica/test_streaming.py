@@ -1,7 +1,7 @@
 """Streams of Python results, from a generator in a replica to its caller (features HD06, ST02, ST05, ST06).
 
-On an instance in this process; each case with user code on its own loop, on the worker's, and, where the
-way out of there matters, in a child process.
+Each case runs on an instance in this process, with user code on its own loop and on the worker's. Cases that
+depend on the process boundary also run in a child process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEADLINE_S = 20.0
 
 
 class Streams:
-    """Generators of both kinds, that tell what became of them; nothing here is of the test's process."""
+    """Plain and async generators that record their ends; they use nothing of the test's process."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -183,7 +183,7 @@ def client() -> Iterator[serve.Client]:
 
 
 class Deployed:
-    """A deployment of `Streams`; some tests share one, so what they leave behind shows in the others."""
+    """A deployment of `Streams`. Some tests share one, so that leftovers of one test show in the others."""
 
     def __init__(self, client: serve.Client, name: str, **config: Any) -> None:
         client.deploy(name, Streams, config={"max_concurrent_queries": 24, **config})
@@ -196,7 +196,7 @@ class Deployed:
         return self.handle.options(method_name=method).remote().result(DEADLINE_S)
 
     def wait_for_note(self, note: str) -> list[str]:
-        """Return how it came to that; the replica is asked again and again."""
+        """Poll the replica until it has recorded a note; return all of its notes."""
         deadline = time.monotonic() + DEADLINE_S
         while note not in (notes := self.ask("told")[1]):
             assert time.monotonic() < deadline, notes
@@ -317,7 +317,7 @@ def test_streams_run_side_by_side(everywhere: Deployed) -> None:
 
 
 def test_a_backend_streams_from_another(client: serve.Client, deployed: Deployed) -> None:
-    """By plain and async code, on its own loop and on the one that carries the items, too."""
+    """With plain and async code, on a separate loop and on the loop that passes the items on."""
 
     class Relay:
         def __init__(self, inner: Any) -> None:
@@ -557,7 +557,7 @@ def test_an_open_stream_takes_a_slot_until_its_generator_has_ended(client: serve
         other.result(0.1)
     stream.close()
     if not suffix:
-        # A thread cannot be stopped: the slot is its until the generator has come to its next yield.
+        # A thread cannot be stopped: it keeps the slot until the generator reaches its next yield.
         with pytest.raises(RequestTimeoutError):
             other.result(0.1)
         client.update_backend_config(f"narrow{suffix}", {"max_concurrent_queries": 2})
@@ -593,7 +593,7 @@ def test_a_shadow_of_a_stream_ends_with_its_caller(client: serve.Client) -> None
 
 
 def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed) -> None:
-    """As it is, the error would have the router take this replica for busy and ask again."""
+    """Unchanged, the error would make the router treat this replica as busy and retry."""
     for method in ["busy", "busy_async", "busy_at_once"]:
         with case(method):
             stream = everywhere.stream(method)
@@ -620,7 +620,7 @@ def test_two_cannot_iterate_at_the_same_time(deployed: Deployed) -> None:
 
 
 def test_for_is_refused_on_the_loop_that_carries_the_items(client: serve.Client) -> None:
-    """There it would wait for itself."""
+    """On this loop, it would wait for itself."""
 
     class Relay:
         def __init__(self, inner: Any) -> None:

@@ -13,12 +13,12 @@ from daskserve.data.replica.tasks import TaskSlots
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
 
-#: How long each request and task takes, and how long each test runs.
+#: The duration of each request and task, and of each test.
 TOOK_S, RUN_S = 0.1, 20.0
 
 
 async def shared(concurrency: int, share: float, requests: int, backlog: bool) -> Counter[str]:
-    """Return how many of each end while so many requests always run or wait, and there are always tasks."""
+    """Return how many requests and tasks end while ``requests`` requests and some tasks always exist."""
     slots, loop = Slots("b#AAAAAA", concurrency, ReplicaMetrics()), asyncio.get_running_loop()
     slots.is_open = True
     room, ended, tasks = TaskSlots(share), Counter[str](), set[asyncio.Task[None]]()
@@ -40,7 +40,7 @@ async def shared(concurrency: int, share: float, requests: int, backlog: bool) -
     async def consume() -> None:
         while True:
             for _ in range(room(concurrency, slots.ongoing, len(tasks), loop.time()) - len(tasks)):
-                # Those of a backlog have waited longer than any request.
+                # The tasks of a backlog have waited longer than any request.
                 task = asyncio.create_task(carry("task", 3600.0 if backlog else 0.0))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -61,7 +61,7 @@ async def shared(concurrency: int, share: float, requests: int, backlog: bool) -
         (2, 0.25, 20, 85, 280),
         (1, 0.25, 10, 12, 140),
         (8, 0.0, 24, 0, 1580),
-        # Few requests leave tasks the rest.
+        # If there are few requests, tasks get the other slots.
         (8, 0.25, 2, 1050, 350),
     ],
 )

@@ -1,4 +1,4 @@
-"""The executor: where code runs, what crosses, and what is left when it does not end."""
+"""The executor: where code runs, messages between threads, and leftovers of code that does not end."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_cancelling_the_caller_cancels_async_code_and_reports_its_end(event_loop
 
         call = start_async(executor, stubborn, on_end=lambda: ended.append(True))
         caller = asyncio.create_task(call.wait())
-        await asyncio.sleep(0)  # it waits now
+        await asyncio.sleep(0)  # the code waits now
         await until(began.is_set)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -370,7 +370,7 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
 
         call = start_async(executor, blocks_the_loop)
         await until(lambda: executor.blocked_count == 1)
-        await asyncio.sleep(0.12)  # long enough for a second report, were there one
+        await asyncio.sleep(0.12)  # long enough for a second report, if there were one
         release.set()
         await call.wait()
         assert executor.blocked_count == 1
@@ -386,7 +386,7 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
 
 def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     async def blocks_the_loop() -> None:
-        time.sleep(3 * BLOCKED_AFTER_S)  # the fault that this is about
+        time.sleep(3 * BLOCKED_AFTER_S)  # the fault under test
 
     async def scenario(executor: UserExecutor) -> None:
         await executor.run_async(blocks_the_loop)
@@ -400,16 +400,16 @@ def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest
 
 
 class WatchedLoop:
-    """The loop of a worker or of user code, as a watch sees it, in steps of a millisecond."""
+    """A fake loop of a worker or of user code for a watch, in steps of a millisecond."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.posts: list[Callable[[], None]] = []
         self.is_blocked = False
-        # Of a user's loop.
+        # A loop of user code.
         self.loop = self.thread_calls = self
-        # Without a number in the system, which would have the time that this test waits for a processor.
+        # The thread has no system id, because its waiting time for a processor would be that of this test.
         self.thread = types.SimpleNamespace(ident=threading.get_ident(), native_id=None, name="user")
 
     def time(self) -> float:
@@ -440,7 +440,7 @@ class WatchedLoop:
 
 
 def stack(*modules: str) -> Any:
-    """Return the innermost frame of a stack, of which the outermost module comes first."""
+    """Return the innermost frame of a stack of modules, given outermost first."""
     frame = None
     for module in modules:
         code = types.SimpleNamespace(co_filename=f"{module}.py", co_name="run")
@@ -453,7 +453,7 @@ IN_A_LIBRARY = stack("threading", "daskserve.data.replica.execution.user_threads
 
 
 class WatchedLoops:
-    """The loops of a worker and of a replica, both watches, and what one sees on the loops' stacks."""
+    """The loops of a worker and of a replica, their watches, and the frames on the loops' stacks."""
 
     def __init__(self, frame: Any, *, is_silent: bool = False) -> None:
         self.worker, self.user, self.both = WatchedLoop(), WatchedLoop(), WatchedLoop()
@@ -507,7 +507,7 @@ def test_a_loop_that_plain_functions_may_block_is_not_counted() -> None:
 
 
 def test_a_busy_machine_is_not_blamed_on_user_code() -> None:
-    """Nothing runs for 300 ms at a time, neither the loop nor what looks at it."""
+    """For 300 ms at a time, nothing runs: neither the loop nor its watch."""
     loops = WatchedLoops(IN_USER_CODE)
     loops.run(range(100, 5000), looks_every_ms=300)
     assert loops.counts == (0, 0)

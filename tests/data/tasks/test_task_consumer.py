@@ -195,7 +195,7 @@ async def test_an_error_while_a_changed_task_is_read_loses_no_end(queue: SqliteQ
     go.set()
     await until(lambda: kept(queue, "a").has_ended and kept(queue, "b").has_ended)
     assert not failures
-    assert kept(queue, "a").state is TaskState.CANCELLED  # although its result was there
+    assert kept(queue, "a").state is TaskState.CANCELLED  # although its result existed
     await made.drained()
     await made.close(1.0)
 
@@ -245,7 +245,7 @@ async def test_a_task_is_not_given_back_twice_if_the_first_answer_is_lost(queue:
         if function == queue.write and failures:
             raise TaskQueueError(f"the answer {failures.pop()} is lost")
         if function == queue.get:
-            go.set()  # the consumer looks at what it could not write
+            go.set()  # the consumer reads the tasks that it could not write
         return answer
 
     made = consumer(queue, run, call)
@@ -257,7 +257,7 @@ async def test_a_task_is_not_given_back_twice_if_the_first_answer_is_lost(queue:
     await made.close(1.0)
 
 
-async def test_what_is_claimed_while_it_stops_is_not_begun(queue: SqliteQueue) -> None:
+async def test_tasks_claimed_during_the_stop_do_not_begin(queue: SqliteQueue) -> None:
     claimed, go = asyncio.Event(), asyncio.Event()
     runs: list[str] = []
 

@@ -490,6 +490,23 @@ class Doubles:
         raise ValueError("bad")
 
 
+def no_adapter(config: serve.tasks.TaskProcessorConfig) -> str:
+    return "adapter"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "text"),
+    [
+        ("math:pi", "adapter is 3.14.*give a class, or its import path"),
+        (no_adapter, "it must return a TaskProcessorAdapter, not 'adapter'"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(adapter: Any, text: str) -> None:
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter=adapter)
+    with pytest.raises(TypeError, match=text):
+        serve.tasks.instantiate_adapter_from_config(config)
+
+
 def test_an_adapter_of_the_users_runs_the_handlers() -> None:
     run(serve.tasks.TaskProcessorConfig(queue_name="q", adapter=Direct), Doubles, max_ongoing_requests=3)
     (adapter,) = MEETING.seen

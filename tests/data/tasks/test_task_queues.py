@@ -93,7 +93,7 @@ def test_tasks_are_claimed_once_by_priority_and_age(queue: TaskQueue) -> None:
     assert [each.id for each in claim(queue, now=50.0)] == ["late"]
 
 
-def test_what_is_claimed_is_what_was_added(queue: TaskQueue) -> None:
+def test_a_claimed_task_equals_the_added_one(queue: TaskQueue) -> None:
     for size in (0, 10, 100_000):
         given = task(f"t{size}", payload=b"x" * size, digest="d", priority=-3, result_ttl_s=5.0)
         add(queue, given)
@@ -107,7 +107,7 @@ def test_an_id_makes_a_task_once_until_it_is_forgotten(queue: TaskQueue) -> None
     assert add(queue, task("a", digest="1"), task("a", digest="1")) == [True, False]
     with pytest.raises(TaskConflictError, match="'a'"):
         add(queue, task("new"), task("a", digest="2"))
-    assert queue.get("q", ["new"]) == [None]  # all or none
+    assert queue.get("q", ["new"]) == [None]  # all tasks are stored, or none
     (begun,) = claim(queue)
     queue.write([Change(states.done(begun, b"result", 2.0, RULES))])
     assert add(queue, task("a", digest="1"), now=61.0) == [False]
@@ -118,7 +118,7 @@ def test_a_full_queue_refuses_tasks(queue: TaskQueue) -> None:
     add(queue, task("a"), task("b"), limit=2)
     with pytest.raises(TaskQueueFullError, match="max_queue_length=2"):
         add(queue, task("c"), limit=2)
-    assert add(queue, task("a"), limit=2) == [False]  # it is there
+    assert add(queue, task("a"), limit=2) == [False]  # the task exists
     claim(queue, limit=1)
     assert add(queue, task("c"), limit=2) == [True]
 

@@ -1,7 +1,8 @@
 """Bad input from outside: every case ends with a 4xx or a closed connection, and affects no other client.
 
-What the application saw, and what the client received, is compared with what a strict reader of the same
-bytes makes of them (`reference_http`): no request may be seen that is not there.
+The requests that the application got, and the responses that the client got, are compared with the result of
+a strict parser of the same bytes (`reference_http`): the application must not get a request that is not
+there.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from reference_http import Reading, State
 
 pytestmark = pytest.mark.smoke
 
-#: In every run of the suite; the profile ``nightly`` tries more, and others every time.
+#: The number of cases in every run of the suite. The profile ``nightly`` tries more, and new ones each time.
 CASES = 500
 
 KNOWN = {b"/echo", b"/early", b"/stream", b"/fixed"}
-#: The statuses of heads that are refused.
+#: The statuses of refused heads.
 REFUSALS = (400, 431, 501, 505)
 
 
@@ -50,13 +51,13 @@ def test_bad_input_affects_only_its_sender_and_has_one_response(kinds: list[str]
 
 
 def seen_by(outcome: Outcome, methods: list[bytes]) -> list[tuple[int, bool, bytes]]:
-    """Return what the client was told: the statuses, and the bodies that are whole."""
+    """Return the client's responses: the statuses, and the complete bodies."""
     answers = read_answers(outcome.answer, methods)
     return [(answer.status, answer.is_cut, b"" if answer.is_cut else answer.body) for answer in answers]
 
 
 def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
-    """Deliver it; compare what was seen and answered with what is right."""
+    """Deliver the input; compare the requests and responses with the expected ones."""
     readings = reference_http.read(delivery.data)
     outcome = server.deliver(delivery)
     for number, seen in enumerate(outcome.seen):
@@ -72,7 +73,7 @@ def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
 
 
 def compare(seen: Seen, reading: Reading) -> None:
-    """What the application saw must be what was sent."""
+    """Check that the application got the requests that were sent."""
     assert reading.has_head, f"seen, though it is invalid: {seen.scope}"
     scope = seen.scope
     path, query = reading.path_and_query()
@@ -89,7 +90,7 @@ def compare(seen: Seen, reading: Reading) -> None:
 
 
 def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answer]) -> None:
-    """Requests that are in order must be answered in full, up to the first that is not."""
+    """Check that valid requests get complete responses, up to the first invalid request."""
     for number, reading in enumerate(readings):
         if reading.state is State.INVALID and not reading.has_head:
             assert [answer.status in REFUSALS for answer in answers[number:]] in ([], [True]), answers
@@ -97,11 +98,11 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
             return
         has_timeout = bool(reading.values(b"x-request-timeout-seconds"))
         if has_timeout and len(answers) > number and answers[number].status == 400:
-            continue  # the ingress wants a number there
+            continue  # the ingress requires a number here
         path = reading.path_and_query()[0]
         is_too_large = len(reading.body) > MAX_BODY_BYTES
         if number >= len(answers):
-            # A response that had begun, or one whose reader sent on, may have been cut.
+            # A response may be cut if it had begun, or if its reader kept sending.
             assert is_too_large, f"no answer to {reading}"
             return
         answer = answers[number]
@@ -110,14 +111,14 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
             return
         assert not answer.is_cut, answer
         if reading.values(b"x-request-timeout-seconds"):
-            assert answer.status in (200, 400, 405)  # none of what is tried is a time
+            assert answer.status in (200, 400, 405)  # no case has a valid timeout
         elif path in KNOWN:
             assert answer.status == 200, answer
             body = {b"/early": b"early", b"/fixed": FIXED}.get(path, reading.body)
             assert answer.body == (b"" if reading.method == b"HEAD" else body)
         assert len(seen) > number
         if reading.values(b"expect"):
-            return  # the connection ends if the application did not ask for the body
+            return  # the connection ends if the application did not read the body
 
 
 @pytest.mark.parametrize("value", [b"100-continue", b"100-Continue"])

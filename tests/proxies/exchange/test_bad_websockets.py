@@ -1,7 +1,7 @@
-"""Bad input over WebSockets: handshakes that are none, frames against the rules, and clients that just leave.
+"""Bad input over WebSockets: invalid handshakes and frames, and clients that disconnect.
 
-What the application received, and what the server sent, is compared with what a strict reader of the same
-frames makes of them (`reference_websocket`).
+The messages of the application and of the server are compared with the result of a strict parser of the same
+frames (`reference_websocket`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from reading_answers import read_answers
 from reference_websocket import End, Frames, read_frames
 from test_bad_input import compare
 
-#: In every run of the suite; the profile ``nightly`` tries more, and others every time.
+#: The number of cases in every run of the suite. The profile ``nightly`` tries more, and new ones each time.
 CASES = 100
 
 LONGEST_HEAD_BYTES = 14
-#: So much at a time is read by the server.
+#: The size of the server's reads.
 READ_BYTES = 16 * 1024
 
 OPENING = b"\r\n".join([FIRST_LINES[0], *LINES, b"", b""])
@@ -38,7 +38,7 @@ def test_bad_websocket_input_affects_only_its_sender(server: FuzzedServer) -> No
 
 
 def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
-    """Deliver it; compare what was received and sent with what is right."""
+    """Deliver the input; compare the received and sent messages with the expected ones."""
     readings = reference_http.read(delivery.data)
     outcome = server.deliver(delivery)
     for seen, reading in zip(outcome.seen, readings, strict=False):
@@ -66,7 +66,7 @@ def check_frames(delivery: Delivery, outcome: Outcome) -> None:
     assert answered.end in (End.OPEN, End.CLOSED), outcome.answer
     if answered.end is End.CLOSED:
         assert answered.rest == b"", f"something follows the closing: {answered.rest!r}"
-    # To close a connection with unread data resets it, which may take the closing's code along.
+    # Closing a connection with unread data resets it, which may destroy the closing code.
     is_over = sent.end is not End.OPEN
     is_reset = is_over and answered.end is End.OPEN and len(delivery.data) > READ_BYTES
     if delivery.is_patient and not is_reset:
@@ -76,7 +76,7 @@ def check_frames(delivery: Delivery, outcome: Outcome) -> None:
 def check_closing(sent: Frames, answered: Frames) -> None:
     assert answered.end is End.CLOSED
     if sent.end is End.OPEN:
-        # It never came to its end; that this would be no good one can be foreseen in some cases.
+        # The message was never completed. In some cases its invalid end can be foreseen.
         assert answered.code in (1011, 1009, 1002, 1007)
         assert answered.code != 1011 or answered.messages == sent.messages
     elif sent.end is End.CLOSED:
@@ -84,7 +84,7 @@ def check_closing(sent: Frames, answered: Frames) -> None:
     elif sent.end is End.TOO_LARGE:
         assert answered.code in (1009, 1007)
     else:
-        # A server may wait for the whole head of a frame before it looks at it.
+        # A server may wait for the whole head of a frame before it parses the head.
         is_cut = len(sent.rest) < LONGEST_HEAD_BYTES
         assert answered.code in (1002, 1007, 1009) or (is_cut and answered.code == 1011)
 

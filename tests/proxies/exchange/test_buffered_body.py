@@ -1,4 +1,4 @@
-"""Large bodies that are gathered: received where they stay, and the memory that they leave."""
+"""Large gathered bodies: they are received into their final memory, which is returned afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODY = bytes(range(256)) * 12_000  # 3 MB
 
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the parts that were received into a buffer."""
+    """Return the sizes of the parts that were received into a buffer."""
     sizes: list[int] = []
     before = BufferedBodyProtocol.buffer_updated
 

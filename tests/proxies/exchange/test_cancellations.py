@@ -1,7 +1,7 @@
-"""Thousands of requests, most of them cancelled at random moments; afterwards nothing of them is left.
+"""Thousands of requests, most of them cancelled at random moments, leave nothing behind.
 
-The real ingress, routers, channels and replicas in one process; two of the three replicas of each backend are
-behind a channel, one is as near as in a proxy's own worker.
+The ingress, routers, channels and replicas are the real ones, in one process. Of the three replicas of each
+backend, two are behind a channel, and one is local, as in the proxy's worker.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ BACKENDS: dict[str, tuple[Any, str]] = {
 
 
 class Plant:
-    """An ingress, its routers, and the replicas of all backends, near and behind a channel."""
+    """An ingress, its routers, and the replicas of all backends, local and behind a channel."""
 
     instance = "i"
 
@@ -166,7 +166,7 @@ class Plant:
     def _nobody(self, *_: Any) -> ActorRequest:
         raise AssertionError("the proxy must not be called")
 
-    # What the routers see of a cluster.
+    # The routers' view of a cluster.
 
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == HERE
@@ -180,7 +180,7 @@ class Plant:
             return await self.replicas[address.name, HERE].handle(envelope).respond(receive, send)
         return await self.near.request(address, envelope).respond(receive, send)
 
-    # What the test does with it.
+    # The test's own operations.
 
     async def ask(
         self, tag: str, duration_s: float = 0.0, parts: int = 1, timeout_s: float | None = None
@@ -215,7 +215,7 @@ class Plant:
         return int(sent[0]["status"])
 
     def gauges(self) -> dict[str, int]:
-        """Return everything that counts up and down."""
+        """Return all gauges."""
         sets = self.routers._sets.values()
         executors = [cast(Any, each)._code._executor for each in self.replicas.values()]
         channels = [*self.near._serving, *self.far._serving]
@@ -248,7 +248,7 @@ async def running_plant() -> AsyncIterator[Plant]:
 
 
 async def one(plant: Plant, rng: random.Random) -> str:
-    """Send a request of some kind, and give it up at some moment, unless it has been answered before."""
+    """Send a request of some kind, and cancel it at some moment unless it has been answered."""
     tag = rng.choice(sorted(BACKENDS))
     timeout_s = rng.choice([None, None, None, 0.002, 1.0])
     task = asyncio.create_task(
@@ -284,7 +284,7 @@ async def storm(plant: Plant, rng: random.Random, requests: int) -> Counter[str]
 
 
 async def settle(plant: Plant) -> None:
-    """Wait until nothing counts anything."""
+    """Wait until all gauges are 0."""
     try:
         async with asyncio.timeout(DEADLINE_S / 5):
             while any(plant.gauges().values()):  # noqa: ASYNC110 - threads have no event
@@ -304,7 +304,7 @@ def test_thousands_of_cancellations_leave_nothing_behind(requests: int) -> None:
             assert min(outcomes["200"], outcomes["408"], outcomes["503"]) > requests / 200, outcomes
             assert outcomes["cancelled"] > requests / 3, outcomes
             await settle(plant)
-            # Every slot of every replica takes new work.
+            # Every slot of every replica accepts new requests.
             for tag in BACKENDS:
                 count = 3 * CONCURRENCY
                 assert await asyncio.gather(*(plant.ask(tag, 0.001) for _ in range(count))) == [200] * count

@@ -1,4 +1,4 @@
-"""Bodies in chunks, however they are cut, and what is no chunk."""
+"""Chunked bodies, however they are split, and invalid chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODY = (
 
 
 def read_in(pieces: list[bytes]) -> tuple[bytes, bytes, bool]:
-    """Return the data of a body that comes in pieces, what follows it, and whether it has ended."""
+    """Return the data of a body that arrives in pieces, the bytes after it, and whether it has ended."""
     reader = ChunkReader()
     body = rest = b""
     for piece in pieces:
@@ -46,7 +46,7 @@ def test_very_many_chunks_are_read_in_several_turns() -> None:
     assert len(rest) == 60_000 - 6 * len(body)
 
 
-def test_what_is_no_chunk_is_refused() -> None:
+def test_invalid_chunks_are_refused() -> None:
     for data, reason in (
         (b"2\r\nhi\rX", "longer"),
         (b"2\r\nhi\n", "longer"),

@@ -30,7 +30,7 @@ TEXT = "all work and no play " * 1000
 
 
 def compressed(data: bytes) -> bytes:
-    """Return what a client sends for a message."""
+    """Return the bytes that a client sends for a message."""
     deflate = zlib.compressobj(wbits=-15)
     return (deflate.compress(data) + deflate.flush(zlib.Z_SYNC_FLUSH))[:-4]
 
@@ -89,7 +89,7 @@ async def test_text_that_is_not_utf8_closes_the_connection() -> None:
 
 
 async def test_a_message_may_end_its_deflate_stream() -> None:
-    """The example of RFC 7692, 7.2.3.4; the next message begins another stream."""
+    """The example of RFC 7692, 7.2.3.4. The next message begins a new stream."""
 
     async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
         await client.open(extensions=[PerMessageDeflate()])
@@ -155,7 +155,7 @@ async def test_large_messages_are_compressed_in_pieces_that_do_not_mix() -> None
 
 @each_case("is_cancelled", [True, False])
 async def test_a_message_that_is_not_sent_whole_closes_the_connection(is_cancelled: bool) -> None:
-    """The next message would become a part of it."""
+    """The next message would become a part of the incomplete one."""
     text = "a" * (9 * SLICE_BYTES) + ("" if is_cancelled else "\ud800")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

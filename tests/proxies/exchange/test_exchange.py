@@ -180,7 +180,7 @@ async def test_the_scope_follows_asgi() -> None:
 
 
 async def test_a_changed_scope_does_not_reach_the_next_request() -> None:
-    """An application may change its scope in place; the same request sent again gets a fresh one."""
+    """An application may change its scope in place; the same request sent again gets a new scope."""
     seen: list[Scope] = []
 
     async def change(scope: Scope, receive: Receive, send: Send) -> None:
@@ -293,7 +293,7 @@ async def test_an_application_that_rejects_by_headers_never_asks_for_the_body() 
     async with serving(hello) as server, connected(server) as client:
         await client.send(EXPECTING)
         response = await client.response()
-        # The client may send what it announced, or not: only a new connection is clear.
+        # The client may or may not send the announced body, so only a new connection is safe.
         assert (response.status, response.headers["connection"]) == (200, "close")
         assert await client.rest() == b""
 

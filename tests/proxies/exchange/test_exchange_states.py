@@ -1,4 +1,4 @@
-"""What a connection does with a client that it waits for, or that waits for it: bytes in, bytes out."""
+"""A connection that waits for its client, and a client that waits for its connection: bytes in, bytes out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST = b"0\r\n\r\n"
 
 
 class Application:
-    """Does what the test orders, until it is cancelled."""
+    """Runs the test's commands until it is cancelled."""
 
     def __init__(self) -> None:
         self.orders: asyncio.Queue[Callable[[Receive, Send], Awaitable[Any]]] = asyncio.Queue()
@@ -109,7 +109,7 @@ async def test_a_client_is_watched_only_while_the_server_waits_for_it(
     for _ in range(6):
         await app.order(take)
     assert not client.is_paused
-    assert is_watched()  # 3. again, once there is room
+    assert is_watched()  # 3. again, once the buffer has room
     client.send(LAST)
     assert not is_watched()  # 4. not while the application works
 
@@ -174,7 +174,7 @@ async def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes
         (UPLOAD + b"zz\r\n", ("POST", "/", "1.1", 400)),
     ],
 )
-async def test_what_the_server_refuses_itself_is_reported(data: bytes, refusal: tuple[Any, ...]) -> None:
+async def test_requests_that_the_server_refuses_are_reported(data: bytes, refusal: tuple[Any, ...]) -> None:
     found: list[tuple[Any, ...]] = []
     async with serve(Application()) as server:
         server.on_refused(lambda client, *others: found.append(others))
@@ -220,7 +220,7 @@ def test_an_exchange_leaves_no_timer(leaves: bool) -> None:
             client.send(LAST)
         assert lingering() == []
         await settle()
-        assert app.ended == ""  # what it still does is none of the client's business
+        assert app.ended == ""  # the rest of its work does not concern the client
 
     test()
 
@@ -233,7 +233,7 @@ async def test_a_client_that_leaves_before_the_application_has_begun_leaves_no_t
     client.reset()
     await settle()
     assert not server.state.tasks
-    assert app.ended == ""  # it never began
+    assert app.ended == ""  # the application never began
 
 
 # ---- writing
@@ -265,7 +265,7 @@ def test_a_client_that_has_left_is_an_error_of_its_connection(
     @over_memory
     async def test(server: HTTPServer, client: MemoryTransport, app: Application) -> None:
         async def large(receive: Receive, send: Send) -> None:
-            body = bytes(4 << 20)  # more than may wait without the application
+            body = bytes(4 << 20)  # more than is buffered before the application reads
             headers = [(b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             if leaves == "within it":

@@ -41,16 +41,16 @@ def write(
 @each_case(
     ("case", "head", "rest", "closes"),
     [
-        # 1. One message: its length is known.
+        # 1. One message, so its length is known.
         ({}, [b"HTTP/1.1 200 OK", b"content-length: 2"], b"hi", False),
-        # 2. Several to a client that knows chunks.
+        # 2. Several messages to a client that supports chunks.
         (
             {"bodies": (b"hi", b"", b"you")},
             [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"],
             b"2\r\nhi\r\n3\r\nyou\r\n0\r\n\r\n",
             False,
         ),
-        # 3. Several to one that does not.
+        # 3. Several messages to a client that does not.
         (
             {"bodies": (b"hi", b"you"), "is_http11": False},
             [b"HTTP/1.1 200 OK", b"connection: close"],
@@ -101,7 +101,7 @@ def write(
             b"hi",
             False,
         ),
-        # 8. Framing is the server's business; all else is the application's.
+        # 8. The server sets the framing headers; the application sets all others.
         (
             {"headers": [(b"transfer-encoding", b"chunked"), (b"X-A", b"1"), (b"x-a", b"2")]},
             [b"HTTP/1.1 200 OK", b"x-a: 1", b"x-a: 2", b"content-length: 2"],

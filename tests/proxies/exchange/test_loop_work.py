@@ -1,4 +1,4 @@
-"""How connections with much to do share an event loop."""
+"""How connections with much work share an event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES, WebSocke
 
 
 class ManualLoop:
-    """Calls what was posted when it is told to; its time stands still unless work takes some."""
+    """Calls posted functions on request. Its time only advances while work runs."""
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
@@ -48,7 +48,7 @@ class ManualLoop:
 
 
 class Client:
-    """Does a number of slices."""
+    """Works for a number of slices."""
 
     def __init__(self, loop_work: LoopWork, loop: ManualLoop, slices: int, slice_s: float = 0.0) -> None:
         self.loop_work, self.loop, self.left, self.slice_s = loop_work, loop, slices, slice_s
@@ -105,7 +105,7 @@ def test_less_is_done_while_the_rest_of_a_turn_takes_long(loop_work: LoopWork, l
     assert done[-1] == 1
 
 
-def test_what_arrives_is_done_at_once_until_it_is_much(loop_work: LoopWork, loop: ManualLoop) -> None:
+def test_work_is_done_at_once_until_the_turn_is_full(loop_work: LoopWork, loop: ManualLoop) -> None:
     clients = [Client(loop_work, loop, 1) for _ in range(2 * TURN_BYTES // SLICE_BYTES)]
     for client in clients:
         loop_work.do(client.work)
@@ -152,7 +152,7 @@ class StillStream:
 
 
 async def test_forty_clients_do_no_more_in_a_turn_than_the_budgets() -> None:
-    """All data arrives at once, and each piece takes a hundred slices."""
+    """The data of all clients arrives at once, and each client's data takes a hundred slices."""
 
     done = 0
 

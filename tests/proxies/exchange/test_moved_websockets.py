@@ -21,7 +21,7 @@ from daskserve.proxies.exchange.websocket import session as websocket
 from daskserve.testing import local_instance
 
 DEADLINE_S = 10.0
-#: What the applications of this file noted, and what they wait for.
+#: The records of this file's applications, and the events for which they wait.
 NOTES: list[Any] = []
 GO = threading.Event()
 BEGAN = threading.Event()
@@ -65,7 +65,7 @@ async def blocker(request: Any) -> str:
 
 
 async def witness(scope: Any, receive: Receive, send: Send) -> None:
-    """A shadow, which notes what it receives."""
+    """A shadow that records the messages that it receives."""
     if scope["type"] == "lifespan":
         return
     await send({"type": "websocket.accept"})
@@ -74,7 +74,7 @@ async def witness(scope: Any, receive: Receive, send: Send) -> None:
 
 
 class Watching:
-    """A middleware of the proxy, which counts messages."""
+    """A middleware of the proxy that counts messages."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

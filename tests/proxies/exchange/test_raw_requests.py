@@ -1,4 +1,4 @@
-"""Raw requests by family: the outcome of each case, all that differ in one message."""
+"""Raw requests by family. One message shows all cases with an unexpected outcome."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_raw_requests_have_one_outcome(server: FuzzedServer, family: Callable[[]
 
 
 def delivered(server: FuzzedServer, case: RawCase) -> RawCase:
-    """Return the case as the server makes of it."""
+    """Return the case with the server's outcome."""
     outcome = server.deliver(Delivery(case.data, case.stops), probes=False)
     lines = [line for line, _ in case.seen] or [case.data]
     answers = read_answers(outcome.answer, [line.partition(b" ")[0] for line in lines])

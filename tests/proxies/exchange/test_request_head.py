@@ -1,4 +1,4 @@
-"""Heads of requests as data of one or several pieces; `raw_heads` has what they may and may not say."""
+"""Heads of requests in one or several pieces; `raw_heads` has the valid and invalid contents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refusal(data: bytes, limits: HeadLimits = LIMITS) -> RefusedRequestError:
     return raised.value
 
 
-def test_what_a_head_says() -> None:
+def test_a_head_is_parsed_into_its_parts() -> None:
     for before, after in itertools.product((b"", b"\r\n"), (b"", b"\r\n", b"GET / HTTP/1.1\n\n")):
         found = read_head(before + HEAD + after, 0, LIMITS)
         assert found is not None
@@ -74,7 +74,7 @@ def test_no_control_character_passes_anywhere_in_a_head() -> None:
                 found = read_head(data, 0, LIMITS)
             except RefusedRequestError:
                 continue
-            # The end of the head may be gone.
+            # The change may have removed the end of the head.
             assert found is None
             assert b"\r\n\r\n" not in data
 

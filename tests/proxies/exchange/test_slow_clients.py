@@ -1,4 +1,4 @@
-"""Clients that stand still within a request body, or do not read their response."""
+"""Clients that stop in the middle of a request body, or do not read their response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx"
 
 
 class Watched:
-    """An application that runs what it is given, and tells how that ended."""
+    """An application that runs given code, and records how the code ends."""
 
     def __init__(self, application: Any) -> None:
         self.application = application
@@ -54,7 +54,7 @@ async def whole(scope: Scope, receive: Receive, send: Send) -> None:
 # ---- over both servers
 
 
-async def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
+async def test_a_stalled_body_gets_408_and_the_connection_closes() -> None:
     app = Watched(echo)
     async with serving(app, body_grace_s=0.04) as server, connected(server) as client:
         await client.send(POST)
@@ -135,7 +135,7 @@ class Line(SimpleNamespace):
 
 
 class Watching:
-    """A watch over one connection, with the options of these tests."""
+    """A watch of one connection, with the options of these tests."""
 
     def __init__(
         self, request: ScriptedExchange, *, is_unread: bool = False, is_crowded: bool = False
@@ -154,7 +154,7 @@ class Watching:
         self.is_closed = True
 
     def pass_s(self, seconds: int, sent_bytes: int = 0) -> None:
-        """Let time pass, a second between two looks."""
+        """Let time pass, with a check every second."""
         for _ in range(seconds):
             self.watch.check(float(self.now))
             self.now += 1
@@ -174,7 +174,7 @@ def test_a_body_has_its_grace_before_it_is_refused() -> None:
     "state",
     [
         {"wants_body": False},
-        {"wants_body": True, "response_started": True},  # both sides may take as long as they like
+        {"wants_body": True, "response_started": True},  # neither side has a time limit
         {"wants_body": True, "body": SimpleNamespace(received_bytes=10, is_full=True)},
     ],
 )
@@ -247,7 +247,7 @@ def holding(held_bytes: int) -> ScriptedExchange:
 
 
 def watching_all(requests: list[ScriptedExchange], sent_bytes: list[int]) -> SlowClientWatch:
-    """Return a watch that has seen all requests send so many bytes within a second."""
+    """Return a watch after each request has sent a number of bytes within a second."""
     stream = SimpleNamespace(writing=lambda: False)
     lines = [Line(exchange=each, stream=stream) for each in requests]
     watch = SlowClientWatch(
@@ -292,7 +292,7 @@ async def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others
         await greedy.send(POST + bytes(250_000))
         await poll_for(lambda: ("http_buffered_bytes", ("i", "received"), 250_001) in server.samples("i"))
         status = 503
-        while status != 200:  # until it is known how slow the other one is
+        while status != 200:  # until the other client is known to be slow
             async with connected(server) as client:
                 await client.send(request(method="POST", body=bytes(200_000)))
                 status = (await client.response()).status

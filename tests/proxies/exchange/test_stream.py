@@ -1,4 +1,4 @@
-"""What a transport promises a WebSocket: the same as Tornado's stream."""
+"""A transport gives a WebSocket the same guarantees as Tornado's stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.proxies.exchange.stream import Stream, open_stream
 
 
 async def make_stream() -> tuple[Stream, socket.socket]:
-    """Return a stream that a WebSocket reads, and its client's end."""
+    """Return a stream as a WebSocket reads it, and its client's socket."""
     ours, theirs = socket.socketpair()
     for sock in (ours, theirs):
         sock.setblocking(False)

@@ -12,7 +12,7 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.server import HTTPServer
 
 MIB = 1 << 20
-#: More than the operating system takes for a client that does not read.
+#: More bytes than the operating system buffers for a client that does not read.
 LARGE = bytes(8 * MIB)
 
 
@@ -21,7 +21,7 @@ def unsent_bytes(server: HTTPServer) -> float:
 
 
 class Large:
-    """Answers with a large response, and tells when the application has ended."""
+    """Sends a large response, and records when the application has ended."""
 
     def __init__(self) -> None:
         self.has_ended = False

@@ -1,4 +1,4 @@
-"""WebSockets, tested with a client of its own."""
+"""WebSockets, tested with a client that these tests define."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SocketClient:
         await self._writer.drain()
 
     async def event(self) -> Any:
-        """Return what the server sends next; None once it has closed the connection."""
+        """Return the server's next event; None once it has closed the connection."""
         while not self._events:
             data = await self._reader.read(65536)
             self._protocol.receive_data(data or None)
@@ -66,7 +66,7 @@ class SocketClient:
         return await self.event()
 
     async def text(self, data: str) -> str:
-        """Send a text and return the one that comes back."""
+        """Send a text, and return the answer."""
         await self.send(DataMessage(data=data))
         return await self.message()
 
@@ -80,7 +80,7 @@ class SocketClient:
                 return type(parts[0])().join(parts)
 
     async def closed(self) -> tuple[int, str]:
-        """Return the code and reason of the server's closing, after answering it and seeing the end."""
+        """Return the server's closing code and reason; answer, and check that the connection ends."""
         event = await self.event()
         assert isinstance(event, CloseConnection), event
         await self.send(event.response())
@@ -99,7 +99,7 @@ async def client_of(server: HTTPServer) -> AsyncIterator[SocketClient]:
 
 
 class Echo:
-    """Accepts, sends back what comes, and notes how it ended."""
+    """Accepts, echoes messages, and records how the connection ended."""
 
     def __init__(self) -> None:
         self.scope: Scope = {}
@@ -181,7 +181,7 @@ async def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: by
     async with serving(app) as server, connected(server) as client:
         both = WSConnection(ConnectionType.CLIENT)
         handshake = both.send(Request(host="test", target="/"))
-        # The client's own half of the protocol takes no message before the answer.
+        # The client's protocol object accepts no message before the answer.
         frame = b"\x82\x83\x00\x00\x00\x00abc"
         await client.send(before + handshake + frame * 10_000)
         if before:
@@ -498,7 +498,7 @@ async def test_a_flood_of_empty_messages_is_bounded() -> None:
 
 
 async def test_received_messages_do_not_block_other_tasks() -> None:
-    """A client that sends on and on must not have the loop to itself, however much comes at once."""
+    """A client that sends without a pause must not occupy the loop alone, however much arrives at once."""
 
     async with serving(Echo()) as server, client_of(server) as client:
         await client.open()

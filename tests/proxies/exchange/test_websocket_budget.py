@@ -1,4 +1,4 @@
-"""The memory that the messages of all WebSockets may take together."""
+"""The memory limit for the messages of all WebSockets together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_an_application_may_give_up_waiting_for_a_message_any_number_of_ti
     assert await waiting == {"type": "websocket.receive"}
 
 
-def test_what_an_application_leaves_unread_is_free_when_it_ends() -> None:
+def test_unread_messages_are_freed_when_the_application_ends() -> None:
     limits = Limits(HTTPOptions())
     inbox = WebSocketInbox(limits)
     for is_finished in (True, True, False):

@@ -1,4 +1,4 @@
-"""What user code returns, all the way to the client's bytes: through the ingress, on each server."""
+"""The results of user code as the client's bytes: through the ingress, on each server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLE = RouteTable(
 
 
 class Backend:
-    """Answers each request with what user code has returned, and keeps its head."""
+    """Answers each request with a result of user code, and keeps the request's head."""
 
     def __init__(self, result: Any = "text") -> None:
         self.result = result
@@ -98,7 +98,7 @@ async def test_each_result_is_one_response(is_direct: bool) -> None:
         for result, status, headers, body in RESULTS:
             backend.result = result
             async with connected(server) as client:
-                # Twice: the second may find what the first has left.
+                # Twice, because leftovers of the first request may affect the second.
                 for method in ("GET", "GET", "HEAD", "POST", "GET"):
                     await client.send(request("/a", "X-Request-ID: an-id", method=method))
                     found = await client.response(has_body=method != "HEAD")
@@ -117,7 +117,7 @@ async def test_a_wrong_content_length_of_the_application_is_an_error() -> None:
     async with serving(backend.ingress()) as server, connected(server) as client:
         found = await client.get("/a", "X-Request-ID: an-id")
         assert (found.status, found.headers["x-request-id"]) == (500, "an-id")
-        # To a HEAD it tells of what a GET would give.
+        # The response to HEAD has the headers of a GET.
         found = await client.get("/a", method="HEAD")
         assert (found.status, found.headers["content-length"]) == (200, "3")
 
@@ -128,7 +128,7 @@ async def test_ids_that_would_break_a_header_are_not_taken_over(is_direct: bool)
     ingress = backend.app(is_direct=is_direct)
 
     async def with_ids(scope: Scope, receive: Receive, send: Send) -> None:
-        # As from a server that lets everything pass.
+        # As from a server that accepts everything.
         ids = [(b"x-request-id", each) for each in (b"a\r\nx-b: 1", b"a\n", b"\0", b"good", b"late")]
         await ingress({**scope, "headers": [*scope["headers"], *ids]}, receive, send)
 

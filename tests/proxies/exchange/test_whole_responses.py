@@ -1,4 +1,4 @@
-"""Whole responses, which servers of ours take as one message, beside the same as two messages of ASGI."""
+"""Whole responses that daskserve's servers accept as one message, compared with two messages of ASGI."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole(body: bytes = b"hi", *, status: Any = 200, headers: Any = TEXT) -> Mes
 
 
 class Application:
-    """Sends some messages, and keeps what they raise."""
+    """Sends some messages, and keeps their errors."""
 
     def __init__(self) -> None:
         self.messages: tuple[Message, ...] = ()
@@ -54,14 +54,14 @@ async def settle() -> None:
 
 
 def parts_of(written: bytes) -> tuple[bytes, list[bytes], bytes]:
-    """Return the status line, the other lines but the date in the order of their names, and the body."""
+    """Return the status line, the other lines except the date in the order of their names, and the body."""
     head, _, body = written.partition(b"\r\n\r\n")
     status, *lines = head.split(b"\r\n")
     return status, sorted(each for each in lines if not each.startswith(b"date: ")), body
 
 
 async def outcome(server: HTTPServer, app: Application, data: bytes, *messages: Message) -> tuple[Any, ...]:
-    """Return the response, whether it ends the connection, what the application got, and what is left."""
+    """Return the response, whether it ends the connection, the application's errors, and leftovers."""
     app.messages = messages
     with connect(server) as client:
         client.send(data)
@@ -122,7 +122,7 @@ HEADS: list[dict[str, Any]] = [
     {"headers": list(TEXT)},
     {"headers": ([b"content-type", b"a/b"],)},
     {"headers": ((b"content-type", bytearray(b"a/b")),)},
-    # 2. They are the connection's, or those of one response, in whatever case.
+    # 2. They belong to the connection or to one response, in upper or lower case.
     *(
         {"headers": (*TEXT, (name, b"1"))}
         for name in (b"connection", b"Content-Length", b"date", b"Transfer-Encoding", b"X-Request-ID")
@@ -131,9 +131,9 @@ HEADS: list[dict[str, Any]] = [
     {"headers": tuple((b"x-%d" % number, b"1") for number in range(9))},
     {"headers": ((b"x-a", b"v" * 129),)},
     {"headers": ((b"x" * 129, b"v"),)},
-    # 4. The status is unknown, or that of no response.
+    # 4. The status is unknown, or not that of a final response.
     *({"status": status} for status in (0, 100, 199, 299, 1000, -1)),
-    # 5. It would end the head, or be read as two lines.
+    # 5. The value would end the head, or be read as two lines.
     *(
         {"headers": ((b"x-a", b"1"), header)}
         for control in (b"\r", b"\n", b"\r\n", b"\0")
@@ -162,11 +162,11 @@ async def test_a_head_has_the_same_bytes_whether_it_can_be_cached_or_not() -> No
     [
         ({}, [(b"content-length", b"2"), (b"x-request-id", REQUEST_ID)]),
         ({"body": b""}, [(b"content-length", b"0"), (b"x-request-id", REQUEST_ID)]),
-        # A length, or an id, of its own is left as it is, in whatever case.
+        # The application's own length or id stays unchanged, in upper or lower case.
         ({"headers": ((b"Content-Length", b"9"),)}, [(b"x-request-id", REQUEST_ID)]),
         ({"headers": ((b"X-Request-ID", b"own"),)}, [(b"content-length", b"2")]),
         ({"headers": [(b"Transfer-Encoding", b"chunked")]}, [(b"x-request-id", REQUEST_ID)]),
-        # There is no body whose length could be told.
+        # There is no body, so there is no length.
         ({"status": 204, "body": b""}, [(b"x-request-id", REQUEST_ID)]),
         ({"status": 304, "body": b""}, [(b"x-request-id", REQUEST_ID)]),
     ],
@@ -278,7 +278,7 @@ def without_dates(written: bytes) -> list[bytes]:
 
 
 class Clock(LoopClock):
-    """A clock in the hand of the test: what it shows, and how far the wall's is from that."""
+    """A clock that the test sets: its time, and the offset of the wall clock."""
 
     def __init__(self) -> None:
         self.shown = 100.0
@@ -328,9 +328,9 @@ def test_the_cache_is_bounded_and_holds_no_large_heads() -> None:
     assert [write(b"%1000d" % number) for number in range(3)] == [None] * 3
     for number in range(limit):
         assert write(b"%d" % number) is not None
-    # What is there is used, what is not is written otherwise.
+    # Cached heads are used; other heads are written without the cache.
     assert write(b"%d" % limit) is None
     assert write(b"0") is not None
-    # In the next second there is room again.
+    # In the next second, the cache has room again.
     clock.shown += 1
     assert write(b"%d" % limit) is not None

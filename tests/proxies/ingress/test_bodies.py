@@ -1,4 +1,4 @@
-"""Bodies on their way to backends of each kind, under both servers, and what clients can hold up."""
+"""Request bodies for each kind of backend, under both servers, and the effects of slow clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskserve.proxies.ingress.bodies import CancellableReceive
 from daskserve.testing import local_instance
 
 KIB = 1024
-#: Less than the options allow, and more than a connection buffers.
+#: Smaller than the limit, and larger than a connection's buffers.
 LARGE = 900 * KIB
 DEADLINE_S = 10.0
 
@@ -82,7 +82,7 @@ class Site:
         return answer_on(connection)
 
     def close(self) -> None:
-        """Have all clients leave."""
+        """Close all clients."""
         for connection in self.open:
             connection.close()
         self.open.clear()
@@ -94,7 +94,7 @@ def head_of(path: str, length: int, *headers: str) -> bytes:
 
 
 def answer_on(connection: socket.socket) -> tuple[int, bytes, bytes]:
-    """Return the status, the head and the body of the response that comes next."""
+    """Return the status, the head and the body of the next response."""
     with connection.makefile("rb") as lines:
         head = b"".join(iter(lambda: lines.readline().lower(), b"\r\n"))
         length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
@@ -118,7 +118,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def held(site: Site) -> Iterator[Callable[[str, int, int], None]]:
-    """Return a function that has clients send a part of a body and no more; they leave after the test."""
+    """Return a function that lets clients send only a part of a body; they disconnect after the test."""
 
     def hold(path: str, clients: int, sent_bytes: int = 1) -> None:
         for _ in range(clients):

@@ -1,4 +1,4 @@
-"""Code that answers before it reads, and who asks a client for its body (``Expect: 100-continue``)."""
+"""Code that answers before it reads, and when a client is asked for its body (``Expect: 100-continue``)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def address() -> Iterator[tuple[str, int]]:
 
 
 def exchange(address: tuple[str, int], path: str) -> bytes:
-    """Return all that comes for a request whose body is sent only when it is asked for."""
+    """Return all bytes that answer a request whose body is only sent after ``100 Continue``."""
     with socket.create_connection(address, timeout=10) as client:
         client.sendall(HEAD.format(path).encode())
         data = client.recv(65536)

@@ -1,4 +1,4 @@
-"""Who is taken for the client behind reverse proxies."""
+"""Which address counts as the client behind reverse proxies."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def hidden(status: int, reason: str) -> ErrorReply:
 
 
 class UserMistakeError(ValueError):
-    """What user code raises is not ours, whatever its base."""
+    """An error of user code does not count as daskserve's, whatever its base class."""
 
 
 @each_case(
@@ -56,7 +56,7 @@ def test_each_error_has_its_reply(error: Exception, expected: ErrorReply) -> Non
     assert reply_to(error, "42") == expected
 
 
-def test_what_user_code_passes_on_has_the_reply_of_its_cause() -> None:
+def test_errors_that_user_code_passes_on_get_the_reply_of_their_cause() -> None:
     for error in (errors.BackPressureError("full", retry_after_s=3), errors.RequestTimeoutError("late")):
         packed = pack_now(error)
         assert packed is not None

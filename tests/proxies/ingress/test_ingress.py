@@ -43,7 +43,7 @@ TABLE = RouteTable(
 
 
 class Routers:
-    """The dispatch of a test: notes what it is given and does what the test says."""
+    """A dispatch function that records its arguments, and runs a function of the test."""
 
     def __init__(self, answer: Callable[[Receive, Send], Awaitable[None]] | None = None) -> None:
         self.calls: list[tuple[str, Envelope]] = []
@@ -58,7 +58,7 @@ class Routers:
 
     @property
     def head(self) -> Mapping[str, Any]:
-        """The head of the only request there was."""
+        """The head of the only request."""
         ((_, envelope),) = self.calls
         assert envelope.kind is EnvelopeKind.HTTP
         assert envelope.payload is None
@@ -102,7 +102,7 @@ def make_scope(path: str, method: str = "GET", *headers: tuple[bytes, bytes], **
 
 
 class Answer:
-    """The messages that came out of an application for one request."""
+    """The messages that an application sent for one request."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -136,7 +136,7 @@ async def call(app: ASGIApp, scope: Scope) -> Answer:
 
 
 def ask(app: ASGIApp, path: str, method: str = "GET", *headers: tuple[bytes, bytes], **more: Any) -> Answer:
-    """Send one request through the application on an event loop of its own."""
+    """Send one request through the application on a separate event loop."""
     return asyncio.run(call(app, make_scope(path, method, *headers, **more)))
 
 
@@ -771,7 +771,7 @@ def test_websockets_go_to_their_endpoint() -> None:
         await send({"type": "websocket.send", "text": "hi"})
 
     routers = Routers(answer)
-    # A deadline is for requests; this one lives as long as it likes.
+    # Deadlines are for requests; a WebSocket has none.
     ingress = make_ingress(routers, request_timeout_s=1e-9)
     sent = scripted(ingress, make_socket_scope("/a/b", (b"x-serve-shard-key", b"k")), "websocket.connect")
     assert sent == [{"type": "websocket.accept"}, {"type": "websocket.send", "text": "hi"}]
@@ -847,7 +847,7 @@ def test_an_unknown_scope_is_an_error() -> None:
 
 
 class Tagging:
-    """A middleware that leaves a trace in the scope and in the response."""
+    """A middleware that adds a value to the scope and to the response."""
 
     def __init__(self, app: ASGIApp, name: str, *, mark: str = "") -> None:
         self.app = app

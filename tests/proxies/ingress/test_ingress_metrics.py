@@ -1,4 +1,4 @@
-"""What the ingress counts, and that clients cannot make it count without bounds."""
+"""The metrics of the ingress; clients cannot make their number grow without bounds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_metrics_of_deleted_routes_are_dropped_beyond_a_limit() -> None:
     assert len(series(metrics, "http_requests")) == MAX_ROUTES
     metrics.observe(ROUTE, "GET", 200, 0.01, "")
     metrics.keep({"/0": "e", "/a": "e", "/1": "another"})
-    assert metrics.latency.count == MAX_ROUTES + 1  # what is counted of all routes only grows
+    assert metrics.latency.count == MAX_ROUTES + 1  # the total over all routes never decreases
     assert set(series(metrics, "http_requests")) == {
         ("i", "", "", "GET", "404"),
         ("i", "/0", "e", "GET", "200"),

@@ -65,7 +65,7 @@ def test_a_route_carries_its_endpoint_and_methods_in_upper_case() -> None:
         (["/{a}/{b}"], "/1/2", "/{a}/{b}", "/1/2", {"a": "1", "b": "2"}),
         (["/{name}"], "/ä b", "/{name}", "/ä b", {"name": "ä b"}),
         (["/{name}"], "*", None, None, None),
-        # A longer route wins, and what is fixed wins over a variable, from the left.
+        # From the left, fixed text comes before a variable, and a longer route before a shorter one.
         (["/api", "/api/{name}"], "/api", "/api", "/api", None),
         (["/api", "/api/{name}"], "/api/joe", "/api/{name}", "/api/joe", {"name": "joe"}),
         (["/", "/{name}"], "/", "/", "", None),
@@ -86,7 +86,7 @@ def test_a_route_carries_its_endpoint_and_methods_in_upper_case() -> None:
         (["/f/{p:path}"], "/f/a/b/", "/f/{p:path}", "/f/a/b/", {"p": "a/b/"}),
         (["/f/{p:path}"], "/f/", "/f/{p:path}", "/f/", {"p": ""}),
         (["/f/{p:path}"], "/f", None, None, None),
-        # Records may hold what is refused today: text.
+        # Old records may contain routes that are refused today; they match as plain text.
         (["/{a b}", "/{x:uuid}"], "/1", None, None, None),
         (["/{a b}"], "/{a b}", "/{a b}", "/{a b}", None),
         (["/{a}{b}"], "/1{b}", "/{a}{b}", "/1{b}", {"a": "1"}),

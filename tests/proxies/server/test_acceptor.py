@@ -1,4 +1,4 @@
-"""Which connections are accepted: at the limit of connections, and without file descriptors."""
+"""Accepting connections at the maximum number of connections, and without file descriptors."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def test_a_server_that_drains_at_its_limit_serves_those_that_wait() -> Non
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Let this process open no further file."""
+    """Use up the file descriptors of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(number) for number in os.listdir("/proc/self/fd"))
     holes = [os.dup(0)]
@@ -237,7 +237,7 @@ async def test_without_descriptors_accepting_pauses(
             with no_descriptors():
                 await poll_for(lambda: len(tries) == 3)
                 assert tries[2] - tries[0] >= 0.09
-                # Those that are connected are served meanwhile.
+                # Existing connections are served meanwhile.
                 assert (await served.get("/meanwhile")).body == b"/meanwhile"
                 assert metrics(server)["http_connections",] == 1
             streams = await asyncio.open_connection(sock=sock)
@@ -283,7 +283,7 @@ async def test_without_descriptors_the_oldest_incomplete_head_gives_way() -> Non
 
 
 async def test_without_descriptors_nobody_gives_way_while_nobody_waits() -> None:
-    """accept() has no descriptor to return then, whether a client waits or not."""
+    """Without a free descriptor, accept() fails whether a client waits or not."""
 
     async with serving(hello) as server, connected(server) as silent, connected(server) as last:
         await poll_for(lambda: metrics(server)["http_connections",] == 2)

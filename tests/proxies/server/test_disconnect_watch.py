@@ -1,4 +1,4 @@
-"""When a server finds out that a client has left whose data has ended."""
+"""When a server detects that a client whose data has ended has left."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from daskserve.testing import run_virtual
 
 @pytest.fixture(autouse=True)
 def impatience() -> None:
-    """Leave the intervals of this folder's other tests aside."""
+    """Do not use the shorter intervals of this folder's other tests."""
 
 
 class Waiting(Connection):
-    """A connection whose request waits for its response, while its client has ended its data."""
+    """A connection whose client has ended its data and waits for the response."""
 
     def __init__(self, *, has_left: bool) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -30,7 +30,7 @@ class Waiting(Connection):
             self.server, _ = listener.accept()
         self.client.shutdown(socket.SHUT_WR)
         self.has_left = has_left
-        #: When it was probed, and whether late.
+        #: The times at which it was probed.
         self.probes: list[tuple[float, bool]] = []
         self.closed_at: float | None = None
         stream = SimpleNamespace(closed=lambda: self.closed_at is not None, socket=self.server)
@@ -63,14 +63,14 @@ async def watched(*ends: tuple[float, Waiting]) -> None:
 
 
 def test_a_client_that_has_left_is_found_out_within_milliseconds() -> None:
-    """The next iteration of the loop finds the end, the second check probes, the third finds the reset."""
+    """The first check, an iteration later, sees the end; the second probes; the third sees the reset."""
     first, second = Waiting(has_left=True), Waiting(has_left=True)
     run_virtual(lambda: watched((0.0, first), (0.05, second)))
     assert first.closed_at == pytest.approx(2 * QUICK_S)
     assert second.closed_at == pytest.approx(0.05 + 2 * QUICK_S)
 
 
-def test_a_client_that_waits_is_late_only_after_its_time_whoever_else_leaves() -> None:
+def test_a_client_that_waits_is_late_only_after_its_time_even_if_others_leave() -> None:
     waiting = Waiting(has_left=False)
     others = [(0.01 * number, Waiting(has_left=True)) for number in range(9)]
     run_virtual(lambda: watched((0.0, waiting), *others))

@@ -33,7 +33,7 @@ async def half_close(client: Client, data: bytes) -> None:
 
 
 async def pause() -> None:
-    """Wait until the server has seen the end, and the client was tested."""
+    """Wait until the server has seen the end of the data and has tested the client."""
     await asyncio.sleep(10 * disconnects.PERIOD_S)
 
 

@@ -50,7 +50,7 @@ def port_of(sockets: list[socket.socket]) -> int:
 
 @contextlib.contextmanager
 def holder(*, reuse_port: bool) -> Iterator[int]:
-    """Another program that listens."""
+    """Run another program that listens on a port."""
     with socket.socket() as sock:
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -108,7 +108,7 @@ def test_an_unresolvable_host_is_named_in_the_error() -> None:
 
 
 def test_a_slow_name_server_does_not_block_the_event_loop() -> None:
-    """Other tasks of the loop go on meanwhile; they decide when the name is known."""
+    """Other tasks of the loop continue meanwhile, and decide when the name is resolved."""
     resolves = threading.Event()
     real = socket.getaddrinfo
 

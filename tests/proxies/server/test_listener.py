@@ -45,7 +45,7 @@ async def test_files_of_a_port_that_a_replica_could_not_open_are_closed_with_it(
 
 
 class Answers(Requests):
-    """Requests that the test answers; their endpoints are not known at first."""
+    """Requests that the test answers; at first their endpoints are unknown."""
 
     def __init__(self) -> None:
         self.heads: list[Mapping[str, Any]] = []

@@ -223,6 +223,24 @@ async def test_the_end_of_a_connection_reaches_both_sides(ends: str) -> None:
 
 
 @on_each_transport
+async def test_a_connection_that_its_response_closes_does_not_move() -> None:
+    gate = asyncio.Event()
+    async with proxy_of(named("proxy")) as proxy, connected(proxy.server) as early:
+        assert await body(early) == "proxy 0"
+        async with proxy.child(named("child", gate)) as (child, given), connected(proxy.server) as held:
+            assert (await early.get("/", "Connection: close")).body == b"proxy 0"
+            assert await early.rest() == b""
+            await held.send(request("/held", "Connection: close"))
+            await poll_for(lambda: child.state.tasks)
+            proxy.port.withdraw(given)
+            draining = asyncio.create_task(child.drain(10, gives_back=True))
+            gate.set()
+            assert (await held.response()).headers["connection"] == "close"
+            assert await held.rest() == b""
+            await draining
+
+
+@on_each_transport
 async def test_a_websocket_ends_with_its_child_and_counts_until_then() -> None:
     async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()

@@ -1,4 +1,4 @@
-"""Requests that never reach the application: limits of heads, what is counted, and what trickling costs."""
+"""Requests that never reach the application: limits of heads, counts, and the cost of slow heads."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_trickled_head_costs_no_more_at_its_end_than_at_its_start() -> N
     assert long_s < 5 * short_s + 0.05
 
 
-async def test_a_refused_client_that_goes_on_sending_gets_the_response() -> None:
+async def test_a_refused_client_that_continues_sending_gets_the_response() -> None:
     async with serving(hello) as server, connected(server) as client:
         client.writer.write(b"no request\r\n\r\n" + bytes(5_000_000))
         response = await client.response()

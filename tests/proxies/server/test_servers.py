@@ -278,7 +278,7 @@ async def test_draining_closes_idle_connections_after_a_moment() -> None:
 async def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     """Connections in the backlog were accepted by the kernel: their clients believe they are served.
 
-    Late ones come between the last look at the backlog and the end of the socket.
+    Late connections arrive between the last check of the backlog and the end of the socket.
     """
     if is_late:
         monkeypatch.setattr("daskserve.proxies.server.server.is_readable", lambda sockets: False)
@@ -299,7 +299,7 @@ async def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPa
 
 @on_each_transport
 async def test_closing_one_of_several_servers_on_a_port_loses_no_request() -> None:
-    """Clients that connect all the time, each for one request, while servers come and go."""
+    """Clients connect all the time, each for one request, while servers start and stop."""
 
     answers: list[bytes] = []
     is_over = False

@@ -1,4 +1,4 @@
-"""HTTPS: certificates and what is wrong with them, and the ingress behind them."""
+"""HTTPS: certificates and their errors, and the ingress behind TLS."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from daskserve.proxies.server.tls import server_context
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a certificate, its key, and the key of another one."""
+    """A folder with a certificate, its key, and the key of another certificate."""
     folder = tmp_path_factory.mktemp("certificates")
     mine, other = Security.temporary(), Security.temporary()
     (folder / "cert.pem").write_text(mine.tls_scheduler_cert)
@@ -95,7 +95,7 @@ async def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(fol
 
 @on_each_transport
 async def test_requests_work_over_tls(folder: Path) -> None:
-    """Two on one connection, with bodies larger than any buffer."""
+    """Two requests on one connection, with bodies larger than any buffer."""
 
     async with serving(tell_scheme, tls=context_of(folder)) as server:
         assert server.urls == (f"https://127.0.0.1:{server.port}",)

@@ -1,4 +1,4 @@
-"""A Tornado stream as a transport: what it passes on, counts, and does when it is paused or ended."""
+"""A Tornado stream as a transport: its calls, counts, pauses and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.proxies.server.tornado_transport import TornadoTransport
 
 
 class Recorder(asyncio.Protocol):
-    """A protocol that writes down what the transport calls; its client ends first, or never."""
+    """A protocol that records the transport's calls; its client ends its data first, or never."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -94,7 +94,7 @@ async def test_nothing_is_passed_on_while_reading_is_paused(peers: Peers) -> Non
     await poll_for(lambda: protocol.calls == [b"one", b"two"])
 
 
-async def test_what_was_received_while_reading_was_paused_can_be_taken(peers: Peers) -> None:
+async def test_data_received_while_reading_is_paused_can_be_taken(peers: Peers) -> None:
     transport, _, client = peers
     transport.pause_reading()
     client.sendall(b"unread")
@@ -121,7 +121,7 @@ async def test_the_protocol_pauses_until_all_is_sent(peers: Peers) -> None:
 
 
 @pytest.mark.parametrize("ends", [TornadoTransport.close, TornadoTransport.write_eof])
-async def test_what_was_written_is_sent_before_the_end(
+async def test_written_data_is_sent_before_the_end(
     peers: Peers, ends: Callable[[TornadoTransport], None]
 ) -> None:
     transport, _, client = peers

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from daskserve.cluster.channel.connect.handshake import Wire
-from daskserve.cluster.channel.wire.frames import FramePacker, unpack
-from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import FramePacker, OutOfBand, unpack
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import (
     FRAME_WORK,

@@ -43,10 +43,10 @@ class AckProgress:
 
         Two cases count as silence:
 
-        1. No packet has arrived. If this kernel sends only window probes, at growing intervals, because the
-           other process does not read, that says nothing about the machine.
-        2. Bytes are in flight, and none has been acknowledged since the last check without such bytes, or
-           with an acknowledgement of others.
+        1. No packet has arrived. This does not count while this kernel sends only window probes, at growing
+        intervals, because the other process does not read.
+        2. Bytes are in flight, but no bytes are acknowledged. The silence begins at the last check that found
+        no bytes in flight, or a new acknowledgement.
         """
         if len(info) < _INFO.size:
             return 0.0

@@ -32,12 +32,13 @@ into it, so a transport can send them directly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 
-from daskserve.cluster.channel.wire.parts import LARGE_BYTES, MAX_PARTS, Buffer, OutOfBand
 from daskserve.common.types import SHARED_BYTES, Message, Payload
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER, MEMORY, OFFER = range(9)
 
@@ -46,8 +47,21 @@ CONNECTION = -1
 
 #: Bytes values of at least this size travel outside the msgpack part of a write, to avoid a copy.
 OUT_OF_BAND_BYTES = 32 * 1024
+#: Parts of at least this size are read into memory of their own.
+LARGE_BYTES = 32 * 1024
+#: Maximum number of parts. Their sizes, or any part that is not large, fit into half of a reader's buffer.
+MAX_PARTS = 16 * 1024 - 1
 #: Larger messages of a request's body are sent in parts.
 PART_BYTES = 256 * 1024
+
+
+class OutOfBand:
+    """Marks bytes or a buffer in a frame that travels beside the frame, without a copy."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
 
 
 def wire_payload(payload: Payload | None) -> Any:

@@ -9,8 +9,8 @@ connection. The notes that both ends exchange::
     (OPENED,)                                     your next reference was opened
 
 A message refers to a segment by its descriptor in the sender's process, so the sender keeps it open until the
-other end has opened it. A buffer that was received in a segment and is sent on is not copied: the message
-refers to the same segment.
+other end has opened it. A buffer that lies in a segment is not copied: the message refers to that segment. It
+was received there and is sent on, or was copied there when the call was made (`Segments.copy`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from daskserve.cluster.channel.wire.parts import Buffer
+from daskserve.cluster.channel.wire.frames import Buffer
 from daskserve.cluster.channel.wire.segments import (
     HAS_SEGMENTS,
     Mapping,
     MemorySegment,
+    SegmentMemory,
     Segments,
     mapping_under,
 )
@@ -139,7 +140,7 @@ class Sharing:
         message_segments = self.message_segments or MessageSegments()
         found = mapping_under(view)
         if found is not None:
-            holder: MemorySegment | Mapping
+            holder: MemorySegment | SegmentMemory
             holder, at = found
             message_segments.lent.append(view)
         else:
@@ -188,6 +189,7 @@ class Sharing:
         except OSError:  # too many open files
             return
         self.can_lend = None
+        self._segments.offer_copies()
         self._send((OFFER, os.getpid(), self._token.descriptor, self._token.inode, token))
 
     def _can_read(self, process: int, descriptor: int, inode: int, token: bytes) -> bool:

@@ -2,9 +2,10 @@
 
 A page of any site can make its visitor's browser send requests to the scheduler, which has no authentication:
 
-1. From the page itself: the browser names the page's site in ``Origin``, and in ``Sec-Fetch-Site``.
-2. From a page whose own name was given the scheduler's address after it was loaded (DNS rebinding). To the
-   browser that is the same site, but ``Host`` has the page's name.
+1. The page names the scheduler in the request. The browser then names the page's site in ``Origin``, and
+reports another site in ``Sec-Fetch-Site``.
+2. After the page was loaded, its own name gets the scheduler's address (DNS rebinding). The browser considers
+the scheduler the same site, but ``Host`` has the page's name.
 
 So ``Host`` must be the scheduler's address, or a name that no other site can have.
 

@@ -239,7 +239,7 @@ class _Revising:
         if revision is None:
             return
         has_failed = goal.state is GoalState.FAILED
-        if has_failed or goal.error is not None or goal.successor:
+        if has_failed or goal.successor:
             text = "" if goal.error is None else str(load_error(goal.error))[:MAX_REASON]
             state = S.FAILED if has_failed else S.SUPERSEDED
             ended = replace(revision, state=state, ended_at=self.wall, reason=text)

@@ -180,10 +180,11 @@ class Call:
             return False
         self._replica = replica
         self._replicas = replicas
+        cancel: Callable[[], None] | None = None
         try:
             # An idempotent call needs a task, which retries it if its replica is lost.
             if not replica.has_queued_request and not self._envelope.is_idempotent_call():
-                self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
+                cancel = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
             pass  # the task below finds another replica
         except BaseException:
@@ -191,10 +192,12 @@ class Call:
                 replicas.release(replica, None, self._envelope)
             raise
         self._calls.begun += 1
-        if self._cancel_request is None:
+        if cancel is None:
             self._replica = None
             self._continue(taken=replica)
         else:
+            if self._replica is not None:  # not answered yet
+                self._cancel_request = cancel
             replicas.metrics.sent += 1
             self._future.on_cancel(self._cancel_from_anywhere)
         return True
@@ -215,9 +218,12 @@ class Call:
             await send(keep)
         except BaseException as error:
             named = self._note_failure(error)
-            if named is error:
-                raise
-            raise named from None
+            try:
+                if named is error:
+                    raise
+                raise named from None
+            finally:
+                del named  # a traceback that refers to itself would keep large arguments
         finally:
             self._calls.latency.observe(stopwatch() - self._began)
         if self._envelope.head.get("stream"):
@@ -239,14 +245,16 @@ class Call:
 
     def _cancel(self) -> None:
         replica, self._replica = self._replica, None
-        if replica is not None and self._cancel_request is not None:
-            self._cancel_request()
+        cancel, self._cancel_request = self._cancel_request, None
+        if replica is not None and cancel is not None:
+            cancel()
             self._replicas.release(replica, None, self._envelope)
             self._fail(asyncio.CancelledError())
 
     def _on_answer(self, message: Message | None, outcome: Load | Exception | ActorRequest) -> None:
-        # If sending fails, this is called before `start` has set `_cancel_request`.
-        replica, self._replica = self._replica, None
+        # If sending fails, this is called before `start` has set `_cancel_request`. It is dropped because it
+        # refers back to this call: a cycle would keep large arguments until the next garbage collection.
+        replica, self._replica, self._cancel_request = self._replica, None, None
         assert replica is not None
         assert isinstance(outcome, (Load, BaseException))  # a call has one answer message
         self._replicas.release(replica, outcome, self._envelope)

@@ -199,8 +199,8 @@ class Handle(BatchCalls):
     def remote(self, /, *args: Any, **kwargs: Any) -> Response:
         """Start a call and return its `Response`.
 
-        The arguments are pickled before this returns, so later changes to them have no effect. Buffers of
-        1 MiB and more, such as large arrays, are not copied: leave them unchanged until the call has ended.
+        The arguments are pickled before this returns, so later changes to them have no effect. Arrays of
+        1 MiB and more arrive read-only.
         """
         return self._response_class(*self._start(args, kwargs), self._cluster or self._process)
 

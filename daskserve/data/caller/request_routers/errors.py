@@ -23,8 +23,8 @@ class RouterErrors:
     fallbacks : dict
         The number of requests for which the router did not choose a replica, by kind of error.
     text : str
-        The first error, or the first one of a new kind; empty without one. Not the last error: errors that
-        name requests always differ, and each change of the text is an event.
+        The first error, or the first one of a new kind; empty without one. It is not the last error, because
+        each change of the text is an event, and errors that name requests always differ.
     on_new : callable
         Called at the first error of a kind.
     """

@@ -159,5 +159,5 @@ class ConsistentHashRouter(RequestRouter):
 
 
 def most_ongoing(replicas: list[RunningReplica], total: int, bound: float) -> float:
-    """Return the number of requests at which a replica is overloaded; the mean includes the next one."""
+    """Return the number of requests at which a replica is overloaded; the mean counts the new request."""
     return bound * (total + 1) / max(len(replicas), 1)

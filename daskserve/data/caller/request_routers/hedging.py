@@ -23,7 +23,8 @@ from daskserve.telemetry.table import MetricSample
 
 #: The methods of HTTP requests that are sent twice.
 METHODS = frozenset({"GET", "HEAD"})
-#: The number of latencies that are kept, between two computations of the delay, and before the first one.
+#: Three numbers of latencies: how many are kept, how many are recorded between two computations of the delay,
+#: and how many are needed for the first computation.
 KEPT, EVERY, LEAST = 512, 32, 20
 #: The maximum budget, in second attempts. Below the second number, requests wait longer for a second attempt:
 #: up to twice as long when nothing is left.

@@ -384,7 +384,7 @@ class LocalityMixin(RequestRouter):
         return set(self._replica_id_set)
 
     def rank_replicas_via_locality(self, replicas: Iterable[RunningReplica]) -> list[list[RunningReplica]]:
-        """Return three lists: the replicas on this host, an empty one (for Ray's zones), and the others."""
+        """Return three lists: the replicas on this host, an empty list (for Ray's zones), and the rest."""
         ranks: list[list[RunningReplica]] = [[], [], []]
         for each in replicas:
             ranks[0 if each.node_id == self._self_node_id else 2].append(each)
@@ -409,7 +409,7 @@ class MultiplexMixin(RequestRouter):
     def rank_replicas_via_multiplex(
         self, replicas: Iterable[RunningReplica], multiplexed_model_id: str
     ) -> list[list[RunningReplica]]:
-        """Return the replicas that have a model, and the others with the fewest models first."""
+        """Return the replicas that have a model, then the other replicas by their number of models."""
         having, model_id = [], short_id(multiplexed_model_id)
         others: dict[int, list[RunningReplica]] = {}
         for each in replicas:

@@ -78,7 +78,7 @@ class LeastLatencyRouter(RequestRouter):
 
 
 class SameHostRouter(RequestRouter):
-    """Sends requests to replicas on the host of this process; to others if those have no room."""
+    """Sends requests to replicas on this process's host, and to others only if none of these has room."""
 
     _near: list[RunningReplica]
 

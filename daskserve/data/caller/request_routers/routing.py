@@ -53,7 +53,7 @@ logger = logging.getLogger("daskserve.router")
 #: A failure counts as a latency of at least this multiple of the mean of all replicas, up to a maximum.
 FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
-#: Maximum number of times that each replica may be named in an answer, on average; the rest is ignored.
+#: Maximum length of an answer, as a multiple of the number of replicas; the rest is ignored.
 MAX_NAMED = 10
 
 

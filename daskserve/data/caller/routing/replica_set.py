@@ -29,7 +29,7 @@ from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.controller_watch import ControllerWatch
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
-from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts, configure
 from daskserve.data.caller.routing.queued_request import QueuedRequest, place_in_queue
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
@@ -147,10 +147,12 @@ class ReplicaSet:
         if value is None:
             self.bodies = "gather"
             self.pool.update({}, 1, str)
+            self._waiting.choose_by(None)
             self.fail_waiting()
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
+        configure(self._waiting, value, published)
         self.pool.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]
@@ -158,9 +160,6 @@ class ReplicaSet:
         self.is_autoscaled = value.get("autoscaled", False)
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
-        self._waiting.choose_by(value.get("router"))
-        self._waiting.order_by(value.get("order"))
-        self._waiting.hedge_by(value.get("hedging"))
         self.fail_waiting()
         self._serve_waiting()
         if is_first:

@@ -34,7 +34,7 @@ MAX_COMPARED_BYTES = 1024 * 1024
 MAX_PENDING = 16
 #: How long the function that compares two answers may take.
 SLOW_S = 10.0
-#: Number of differences that are kept, and maximum length of each, and of each answer in it.
+#: Number of kept differences, maximum length of a difference, and maximum length of an answer in it.
 KEPT_DIFFERENCES = 10
 MAX_SAMPLE, MAX_SHOWN = 300, 100
 

@@ -66,7 +66,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_failure(error: PackedError) -> bool:
-    """Return whether to log the error of a call: not if it is the caller's mistake, or a response."""
+    """Return whether to log the error of a call: a caller's mistake and a response are not logged."""
     if issubclass(error.kind, ServeError):
         return issubclass(error.kind, (UserCodeError, *REFUSALS))
     return not issubclass(error.kind, NOT_FAILURES)

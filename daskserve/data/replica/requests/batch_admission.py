@@ -47,7 +47,7 @@ class RateMeter:
         self._refusals += 1
 
     def answered(self, at_once: int, now: float) -> float | None:
-        """Record an answer; return the rate once it is measured, given the current limit."""
+        """Record an answer under the limit ``at_once``; return the rate once enough answers are measured."""
         if self._began is None:
             self._began, self._refusals = now, 0
             return None

@@ -396,16 +396,23 @@ def _changed(request: ReplicaRequest) -> None:
         if request.unfinished is not None:
             _take_next_step(request)
             return
-        if request.error is not None:
-            _raise_error(request)
-        message = request.message(request.value)
+        message = None if request.error is not None else request.message(request.value)
     except Exception as error:  # the caller gets the error
-        request.fail()
-        request._on_answer = None
-        on_answer(None, error)
-    else:
+        request.error = error
+    if request.error is None:
         request.answered()
         on_answer(message, request.slots.load())
+    else:
+        _answer_error(request, on_answer)
+
+
+def _answer_error(request: ReplicaRequest, on_answer: OnAnswer) -> None:
+    # It is not raised here: its traceback would refer to frames that refer to it, and keep the request.
+    error, request.error = request.error, None
+    assert error is not None
+    request.fail()
+    request._on_answer = None
+    on_answer(None, error)
 
 
 class LocalRequest(ReplicaRequest):

@@ -128,6 +128,6 @@ async def destruct(executor: UserExecutor, servable: Servable) -> None:
 
 
 def _is_made_on_loop(executor: UserExecutor, servable: Servable) -> bool:
-    # Constructed on its own loop if the object has async code, because the constructor may create tasks
-    # there; on the worker's loop only if the constructor is async.
+    # An object with async code is constructed on its own loop, because the constructor may create tasks
+    # there. On the worker's loop, this is only done if the constructor is async.
     return servable.must_be_made_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop)

@@ -62,7 +62,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class CallableFacts:
-    """The facts about a definition. The defaults are those of an import path, which is not imported."""
+    """The facts about a definition. The defaults are for import paths, because these are not imported."""
 
     is_blocking: bool = True
     is_asgi_app: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -387,6 +387,18 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def _wake_at(self, at: float | None) -> None:
         if at is not None:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
+
+
+def configure(waiting: WaitingRequests, published: Mapping[str, Any], replicas: Collection[str]) -> None:
+    """Apply the options that the controller has published, before the pool has the new replicas."""
+    old = waiting._pool.entries()
+    # A new deployment of this name starts with a new router, without the errors of a deleted one. An update
+    # may cover both changes; then it replaces all replicas.
+    if old and old.keys().isdisjoint(replicas):
+        waiting.choose_by(None)
+    waiting.choose_by(None if "ending" in published else published.get("router"))
+    waiting.order_by(published.get("order"))
+    waiting.hedge_by(published.get("hedging"))
 
 
 def _is_plain(waiting: WaitingRequests) -> bool:

@@ -9,16 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.cluster.channel.wire import parts
-from daskserve.cluster.channel.wire.frames import PART_BYTES, in_parts, is_last
-from daskserve.cluster.channel.wire.parts import (
+from daskserve.cluster.channel.wire import transport
+from daskserve.cluster.channel.wire.frames import (
+    LARGE_BYTES,
+    MAX_PARTS,
+    PART_BYTES,
+    Buffer,
+    in_parts,
+    is_last,
+)
+from daskserve.cluster.channel.wire.transport import (
     BUFFER_BYTES,
     HEAD,
-    LARGE_BYTES,
     MAX_MESSAGE_BYTES,
-    MAX_PARTS,
     SIZE,
-    Buffer,
     PartReader,
 )
 
@@ -100,7 +104,7 @@ def test_a_size_that_is_only_claimed_takes_no_memory(sizes: list[int]) -> None:
 
 
 def test_a_part_that_takes_memory_as_it_arrives_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "MAPPED_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(transport, "MAPPED_BYTES", BUFFER_BYTES)
     expected = [[part(BUFFER_BYTES, 1), b"", part(3 * BUFFER_BYTES + 1, 2)], [part(BUFFER_BYTES + 1, 3)]]
     received: list[Buffer] = []
     reading = Reading()
