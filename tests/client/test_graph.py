@@ -226,7 +226,8 @@ class Model(Base[int]):
     def __call__(self, word, known=frozenset({Color.RED, Color.BLUE, Color.GREEN})):
         return Item(number=is_known(word))
 
-found = ApplicationGraph(Model.bind({"x", "y", "z"}, {("x", "y"), ("z", "z")}, Item(number=1)), "a").spec(route="/", request_id="")
+bound = Model.bind({"x", "y", "z"}, {("x", "y"), ("z", "z")}, Item(number=1))
+found = ApplicationGraph(bound, "a").spec(route="/", request_id="")
 print(found.ingress.spec.version)
 """
 

@@ -246,9 +246,7 @@ def make_spec(
         files = pack_folder(environment.working_dir)
     folder = () if files is None else (files,)
     sealed, user_config = split_config(wanted, metadata, **isolation)
-    sets = SetOrder()
-    ordered = sets.order_all(tuple(init_args))
-    arguments = (type(init_args)(ordered) if substitution else ordered, sets.order(dict(init_kwargs)))
+    arguments = _in_order(init_args if substitution else tuple(init_args), init_kwargs)
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
     definition = ImportPath.of(definition) if isinstance(definition, str) else definition
@@ -268,6 +266,13 @@ def make_spec(
         timeout_s=timeout_s,
         progress_timeout_s=settings.timeouts().change_s,
     )
+
+
+def _in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return arguments to pickle, with their sets in the same order in each process."""
+    sets = SetOrder()
+    kind: Any = type(args)
+    return kind(map(sets.ordered, args)), sets.order(dict(kwargs))
 
 
 def _environment_of(name: str, env: Any, config: BackendConfig) -> Environment | None:
