@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from daskserve.internals import by_value, ipython
 from daskserve.internals.checking import needs
+from daskserve.internals.ordered_sets import PLAIN, OrderedSet, SetOrder
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
 from daskserve.internals.python import TracingPickler
 
@@ -62,7 +63,6 @@ NO_FILE = "<dynamic-code>"
 #: protect caches.
 FRAMEWORKS = ("fastapi.", "starlette.")
 STANDARD_LIBRARY = sys.stdlib_module_names - {"builtins", MAIN}
-PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict, OrderedDict})
 #: The depth of containers, and the number of items of each, up to which locks are searched.
 SEARCHED_DEPTH = 3
@@ -121,6 +121,7 @@ class CodePickler(Pickler):  # type: ignore[misc]
         #: The ids of the locks that are rebuilt.
         self._held: set[int] = set()
         self._travels_by_value: dict[type, bool] = {}
+        self._sets = SetOrder()
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to rebuild a value, or `NotImplemented` for the default."""
@@ -129,6 +130,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
             if substituted is not NotImplemented:
                 return substituted
         kind = type(value)
+        if kind is OrderedSet:
+            return value.__reduce__()
         if kind is CodeType:
             return _with_its_file(value)
         if isinstance(value, type):
@@ -170,6 +173,7 @@ class CodePickler(Pickler):  # type: ignore[misc]
         if NAMESPACE in vars(value) and attributes.pop(NAMESPACE, None) is not None:
             attributes |= needed_namespace(value)
         self._hold(attributes.values())
+        attributes.update(self._sets.order(attributes))
         if isinstance(value, EnumMeta):
             return by_value.reduce_enum(value, reduced)
         if HOOK in attributes:
@@ -191,9 +195,22 @@ class CodePickler(Pickler):  # type: ignore[misc]
                 if place is not None:
                     self._places[id(each)] = place
         self._hold((attributes, slots["__globals__"], slots["__defaults__"], slots["__kwdefaults__"]))
+        slots["__globals__"] = self._sets.order(slots["__globals__"])
+        if slots["__defaults__"]:
+            slots["__defaults__"] = self._sets.order_all(slots["__defaults__"])
+        if slots["__kwdefaults__"]:
+            slots["__kwdefaults__"] = self._sets.order(slots["__kwdefaults__"])
         if slots["__closure__"]:
-            slots["__closure__"] = tuple(map(_own_cell, slots["__closure__"]))
+            slots["__closure__"] = tuple(map(self._own_cell, slots["__closure__"]))
         return reduced
+
+    def _own_cell(self, cell: CellType) -> CellType:
+        """Return a cell with the same content.
+
+        cloudpickle gives each function separate cells when it is unpickled. If functions shared cells in the
+        pickle, code would have another digest once it has been unpickled.
+        """
+        return CellType(*self._sets.order_all(_contents(cell)))
 
     def _reduce_object(self, value: Any, kind: type) -> Any:
         if id(value) in self._held:
@@ -230,7 +247,13 @@ class CodePickler(Pickler):  # type: ignore[misc]
         reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
         if isinstance(reduced, tuple):
             self._hold(reduced[2:3])
+            reduced = self._in_order(reduced)
         return _checked(value, reduced)
+
+    def _in_order(self, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(reduced) < 3 or type(reduced[2]) is not dict:
+            return reduced
+        return *reduced[:2], self._sets.order(reduced[2]), *reduced[3:]
 
     def _hold(self, values: Iterable[Any], depth: int = SEARCHED_DEPTH) -> None:
         """Record the locks among some values, and in containers among these."""
@@ -292,15 +315,6 @@ def _with_its_file(code: CodeType) -> Any:
     if not os.path.exists(name):
         name = ipython.cell_name(name) or NO_FILE
     return make, (*arguments[:FILE_ARGUMENT], name, *arguments[FILE_ARGUMENT + 1 :])
-
-
-def _own_cell(cell: CellType) -> CellType:
-    """Return a cell with the same content.
-
-    cloudpickle gives each function separate cells when it is unpickled. If functions shared cells in the
-    pickle, code would have another digest once it has been unpickled.
-    """
-    return CellType(*_contents(cell))
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:

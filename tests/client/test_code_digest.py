@@ -66,6 +66,18 @@ def test_addresses_of_classes_are_their_names(text: str) -> None:
     assert digest([with_id], classes=[Model]) != digest([text.format("1234567")], classes=[Model])
 
 
+def test_addresses_of_the_arguments_of_generic_models_do_not_matter() -> None:
+    class Page: ...
+
+    def of(argument: str) -> str:
+        return digest([f"shop.Page:{id(Page)}[{argument}]"], classes=[Page])
+
+    assert of("int:1234567") == of("int:2345678")
+    assert of("int:1234567") != of("str:1234567")
+    assert of("list[int]:1234567") == of("list[int]:2345678")
+    assert digest(["shop:1234567"], classes=[Page]) != digest(["shop:2345678"], classes=[Page])
+
+
 def test_aliases_stand_for_texts() -> None:
     assert digest(["abc", "other"], aliases={"abc": "0"}) == digest(["xyz", "other"], aliases={"xyz": "0"})
     assert digest(["abc"], aliases={"abc": "0"}) != digest(["abc"], aliases={"abc": "1"})

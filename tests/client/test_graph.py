@@ -207,19 +207,27 @@ class Base(Generic[T]):
 
 class Color(enum.Enum):
     RED = 1
+    BLUE = 2
+    GREEN = 3
+
+WARM = {Color.RED, Color.BLUE, Color.GREEN}
+NEXT = {Color.RED: {Color.BLUE, Color.GREEN, Color.RED}}
 
 @functools.singledispatch
 @functools.cache
 def is_known(word):
     with lock:
-        return Color.RED and word in {"alpha", "beta", "gamma", "delta"}
+        return WARM and NEXT and word in {"alpha", "beta", "gamma", "delta"}
 
 @serve.deployment
 class Model(Base[int]):
-    def __call__(self, word):
+    pairs = {("a", 1), ("b", 2), ("c", 3)}
+
+    def __call__(self, word, known=frozenset({Color.RED, Color.BLUE, Color.GREEN})):
         return Item(number=is_known(word))
 
-found = ApplicationGraph(Model.bind({"x", "y", "z"}, Item(number=1)), "a").spec(route="/", request_id="")
+bound = Model.bind({"x", "y", "z"}, {("x", "y"), ("z", "z")}, Item(number=1))
+found = ApplicationGraph(bound, "a").spec(route="/", request_id="")
 print(found.ingress.spec.version)
 """
 

@@ -130,8 +130,12 @@ def _reader(
     def read(text: bytes) -> bytes:
         if _CELL.fullmatch(text):
             return NO_FILE.encode()
-        # The schemas of pydantic name models by their addresses.
-        return _ADDRESS.sub(lambda found: b":" + names.get(found[1], found[1]), others.get(text, text))
+        # The schemas of pydantic name models by their addresses, and generic ones also by the addresses of
+        # their arguments: `shop.Page:94020011[int:94020022]`.
+        is_model = any(each in names for each in _ADDRESS.findall(text))
+        return _ADDRESS.sub(
+            lambda found: b":" + names.get(found[1], b"" if is_model else found[1]), others.get(text, text)
+        )
 
     return read
 

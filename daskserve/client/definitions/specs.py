@@ -15,6 +15,7 @@ from daskserve.data.replica.environment.working_dir import PackedFolder, pack_fo
 from daskserve.data.replica.user_code.class_app import has_app, without_others
 from daskserve.data.replica.user_code.definitions import CallableFacts, inspect_definition
 from daskserve.errors import BadRequestError
+from daskserve.internals.ordered_sets import SetOrder
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.environment import Environment, parse_environment
@@ -245,7 +246,7 @@ def make_spec(
         files = pack_folder(environment.working_dir)
     folder = () if files is None else (files,)
     sealed, user_config = split_config(wanted, metadata, **isolation)
-    arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
+    arguments = _in_order(init_args if substitution else tuple(init_args), init_kwargs)
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
     definition = ImportPath.of(definition) if isinstance(definition, str) else definition
@@ -265,6 +266,13 @@ def make_spec(
         timeout_s=timeout_s,
         progress_timeout_s=settings.timeouts().change_s,
     )
+
+
+def _in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return arguments to pickle, with their sets in the same order in each process."""
+    sets = SetOrder()
+    kind: Any = type(args)
+    return kind(map(sets.ordered, args)), sets.order(dict(kwargs))
 
 
 def _environment_of(name: str, env: Any, config: BackendConfig) -> Environment | None:
