@@ -113,8 +113,7 @@ class ProxyActor:
             rng=context.rng,
             logs=context.logs,
         )
-        has_tls = options.ssl_certfile is not None
-        if options.replicas_listen or (options.replicas_listen is None and not has_tls):
+        if options.replicas_listen or (options.replicas_listen is None and can_listen(self._start)):
             self._children = listening_children(self._cluster)
         watch = self._cluster.listener.watch
         self._watches = [
@@ -239,4 +238,13 @@ class ProxyActor:
             self._children.note(**facts)
 
 
-__all__ = ["ProxyActor", "check_ports", "make_controller", "make_replica"]
+def can_listen(start: ProxyStart) -> bool:
+    """Return whether replicas may listen by default.
+
+    Connections with TLS cannot move, and middlewares may rely on being the only ones of a worker.
+    """
+    options = start.options
+    return options.ssl_certfile is None and options.proxy_callback is None and not start.middlewares
+
+
+__all__ = ["ProxyActor", "can_listen", "check_ports", "make_controller", "make_replica"]

@@ -57,7 +57,7 @@ class HTTPOptions(Options):
         None,
         description='Whether the processes of replicas with ``isolation="process"`` get connections from the '
         "proxy of their worker, and answer requests to their own deployment without it. None: yes, unless "
-        "the proxies serve HTTPS.",
+        "the proxies serve HTTPS or have middlewares.",
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(

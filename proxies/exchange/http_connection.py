@@ -336,7 +336,7 @@ def give_back_idle(self: HTTPConnection) -> bool:
 
 def _give_back(self: HTTPConnection) -> bool:
     taken = self.taken
-    if taken is None or not taken.can_move() or not self.stream.can_move():
+    if taken is None or not taken.can_move() or not self.stream.can_move() or self.stream.writing():
         return False
     unread = self.stream.take_unread()
     if unread:

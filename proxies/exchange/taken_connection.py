@@ -41,6 +41,7 @@ class TakenConnection(ConnectionRecord):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Tell the proxy that this process has closed its copy of the connection."""
-        self.has_ended = True
-        self._notify(self.slot | GIVE_BACK if self._goes_back else self.slot)
+        """Tell the proxy that this process has closed its copy of the connection. Idempotent."""
+        if not self.has_ended:  # the proxy may have given the slot to another connection
+            self.has_ended = True
+            self._notify(self.slot | GIVE_BACK if self._goes_back else self.slot)

@@ -270,7 +270,7 @@ class Acceptor:
         """Close idle connections, because the process has no file descriptors left."""
         spare = min(_SPARE, self.open // _SPARE_SHARE)
         if spare:
-            self._fitting = self.open - spare
+            self._fitting = self.open + self.given() - spare
             self._scarce_until = self._loop.time() + SCARCE_S
         closed = 0
         while closed <= spare and (close_idle := self._find_idle()) is not None:
@@ -285,7 +285,7 @@ class Acceptor:
     def _find_idle(self) -> Callable[[], object] | None:
         """Return a function that closes the connection to close first; None if there is none to close."""
         for setup, since in self._setups.values():  # a TLS handshake
-            if since > self._loop.time() - IDLE_S:
+            if since > asyncio.get_running_loop().time() - IDLE_S:
                 break
             if not setup.cancelling():
                 return setup.cancel

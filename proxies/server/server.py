@@ -262,8 +262,9 @@ class HTTPServer:
         sends_away : bool
             Whether to close WebSockets, with code 1001.
         gives_back : bool
-            Give connections back to the proxy instead of closing them.
+            Give connections back to the proxy instead of closing them, unless they have TLS.
         """
+        gives_back = gives_back and self.state.tls is None
         self.state.moves.gives_back, self.state.is_draining = gives_back, not gives_back
         if self._receiver is not None:
             self._receiver.stop()

@@ -105,9 +105,13 @@ class StreamReader:
         if reading is not None:
             if not reading.done() or reading.exception() is not None:
                 return b""
-            received = reading.result()
+            received, self._reading = reading.result(), None
         more = asyncio.ensure_future(stream.read_bytes(stream.max_buffer_size, partial=True))
-        return received + more.result() if more.done() and more.exception() is None else received
+        if not more.done():
+            self._reading = more  # for `resume`, because a stream has one read at a time
+            more.add_done_callback(self._read)
+            return received
+        return received if more.exception() is not None else received + more.result()
 
     def end(self) -> None:
         """Stop passing on data, and let the stream close when the client ends its side."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from dask_processes import PATIENCE_S, poll_for
@@ -87,3 +88,16 @@ def test_a_deployment_that_was_deleted_and_deployed_again_has_no_error_of_the_ol
         handle = client.run(app.bind(), name="a", route_prefix=None)
         assert current_error() == ""
         assert client.status().backends["a/echo"].message == ""
+
+
+def test_the_thread_of_a_router_ends_with_the_instance() -> None:
+    app = serve.deployment(name="ends", request_router_config={"request_router_class": Fails})(abs)
+    with local_instance() as client:
+        handle = client.run(app.bind(), name="a", route_prefix=None)
+        assert handle.remote(-1).result(PATIENCE_S) == 1
+        assert "daskserve-router-a/ends" in thread_names()
+    poll_for(lambda: "daskserve-router-a/ends" not in thread_names())
+
+
+def thread_names() -> set[str]:
+    return {each.name for each in threading.enumerate()}

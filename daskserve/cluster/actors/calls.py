@@ -85,6 +85,14 @@ async def list_actors(
     return actors
 
 
+def close_shared(view: ProcessView) -> None:
+    """Close the shared objects that can be closed: routers and tracing have threads."""
+    for each in list(view.shared.values()):
+        close = getattr(each, "close", None)
+        if close is not None:
+            close()
+
+
 class ProcessView:
     """The part of `daskserve.cluster.protocols.base.Process` that every kind of cluster has.
 

@@ -13,7 +13,7 @@ from typing import Any
 from distributed import Client, Worker
 
 from daskserve._version import PROTOCOL, __version__
-from daskserve.cluster.actors.calls import ProcessView
+from daskserve.cluster.actors.calls import ProcessView, close_shared
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask.subscription import TopicSubscription
@@ -35,7 +35,6 @@ from daskserve.errors import (
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.collector import PROCESS
-from daskserve.telemetry.tracing.process import disable
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
@@ -245,7 +244,7 @@ class DaskCluster(ProcessView):
         self._mark_ended()
         if self._listener is not None:
             await self._listener.stop()
-        disable(self.shared)
+        close_shared(self)
         for each in self.shared.values():
             PROCESS.remove(each)
         if has_ended:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.actors.calls import ProcessView
+from daskserve.cluster.actors.calls import ProcessView, close_shared
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.channel.wire.transport import Transport
@@ -99,7 +99,7 @@ class LocalProcess(ProcessView):
     async def stop_listening(self) -> None:
         """Stop the long-poll client, if there is one."""
         self.routes.close()
-        disable(self.shared)
+        close_shared(self)
         if self._listener is not None:
             await self._listener.stop()
 

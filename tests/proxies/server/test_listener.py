@@ -7,13 +7,15 @@ import contextlib
 import os
 import random
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from http_harness import connected, poll_for, respond
+from tables import each_case
 
-from daskserve.actors import ProxyActor
+from daskserve.actors import ProxyActor, can_listen
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import BodyUse, Envelope, Receive, Send
 from daskserve.errors import BadRequestError, ServeError
@@ -42,6 +44,22 @@ async def test_files_of_a_port_that_a_replica_could_not_open_are_closed_with_it(
     for each in taken:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(each)
+
+
+@each_case(
+    ("options", "has_middlewares", "expected"),
+    [
+        ({}, False, True),
+        ({"ssl_certfile": "cert.pem"}, False, False),
+        ({"proxy_callback": "module:function"}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_replicas_listen_by_default_if_connections_can_move_and_middlewares_are_not_split(
+    options: Any, has_middlewares: bool, expected: bool
+) -> None:
+    start = start_of(**options)
+    assert can_listen(replace(start, middlewares=b"some" if has_middlewares else None)) is expected
 
 
 class Answers(Requests):

@@ -158,6 +158,25 @@ async def test_connections_of_the_proxy_move_to_a_child_after_their_next_request
 
 
 @on_each_loop
+async def test_a_connection_that_no_child_takes_continues_at_the_proxy() -> None:
+    refused = []
+
+    def refuse(moved: MovedConnection) -> bool:
+        refused.append(moved)
+        return False
+
+    async with serving(named("proxy")) as server, connected(server) as client:
+        server.give_to(lambda path: refuse)
+        server.set_giving(True)
+        for _ in range(3):
+            assert await body(client) == "proxy 0"
+        await client.send(b"".join([request("/")] * 5))
+        assert [(await client.response()).body for _ in range(5)] == [b"proxy 0"] * 5
+    assert len(refused) >= 4
+    assert all(each.sock.fileno() == -1 for each in refused)
+
+
+@on_each_loop
 async def test_a_child_that_stops_gives_its_connections_back_open() -> None:
     gate = asyncio.Event()
     async with (

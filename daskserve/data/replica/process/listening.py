@@ -142,9 +142,13 @@ class ListeningChild:
             if port not in self._keys:
                 key = f"{port.name}#{next(self._numbers)}"
                 connections = port.connections()
-                self._open[key], self._connections[key] = port, connections
-                self._hand_over(key, connections.files)
+                try:
+                    self._hand_over(key, connections.files)
+                except OSError:  # the child has ended, or takes no files
+                    port.drop(connections)
+                    raise
                 self._keys[port] = key
+                self._open[key], self._connections[key] = port, connections
         if not self._open:
             return
         listeners = {self._keys[each]: each.start for each in ports}
