@@ -136,7 +136,7 @@ class ProxyActor:
 
     def _open_port(self, children: ListeningChildren, routers: Routers, listener: HTTPListener) -> Port:
         options = read_http({**vars(self._start.options), "health_port": None})
-        port = children.open(
+        port = children.open_port(
             self._context.spec.name,
             replace(self._start, options=options).encode(),
             listener.max_connections,
@@ -158,7 +158,7 @@ class ProxyActor:
         self._watches = []
         stopping = [] if self._listener is None else [self._listener.stop(grace_s)]
         if self._children is not None and self._port is not None:
-            stopping.append(self._children.close(self._port, grace_s))
+            stopping.append(self._children.close_port(self._port, grace_s))
         await asyncio.gather(*stopping)
 
     def health(self) -> dict[str, Any]:

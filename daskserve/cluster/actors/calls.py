@@ -104,7 +104,8 @@ class ProcessView:
     Attributes
     ----------
     shared : dict
-        Objects that the layers above keep once per process and instance, by name.
+        Objects that the layers above keep once per process and instance, by name. Those that have a method
+        ``close`` are closed with it.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class Opened:
         self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
-        self.port = self.children.open(
+        self.port = self.children.open_port(
             "proxy", b"start", 10, lambda moved: moved.sock.close(), lambda endpoint: ("stream", 10)
         )
 
@@ -199,10 +199,10 @@ async def test_endpoints_and_backends_are_watched_while_a_proxy_is_open() -> Non
     cluster = Published()
     found = await opened(cluster)
     assert set(cluster.watchers) == {"endpoint/e", "backend/b"}
-    await found.children.close(found.port, 0)
+    await found.children.close_port(found.port, 0)
     found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
     assert cluster.watchers == {}
-    found.children.open("proxy", b"start", 10, lambda moved: None, lambda endpoint: None)
+    found.children.open_port("proxy", b"start", 10, lambda moved: None, lambda endpoint: None)
     assert set(cluster.watchers) == {"endpoint/e", "endpoint/other", "backend/b"}
     await found.children.remove("b#1", 0)
 
@@ -234,7 +234,7 @@ async def test_a_proxy_gives_connections_to_a_child_until_it_leaves(how: str) ->
     assert found.gives()
     sent = {"grace_s": 5.0, "sends_away": True}
     if how == "close":
-        await found.children.close(found.port, 5.0)
+        await found.children.close_port(found.port, 5.0)
         assert found.child.calls[-1] == ("stop_listening", {"key": KEY, "gives_back": False, **sent})
     elif how == "remove":
         await found.children.remove("b#1", 5.0)
@@ -260,7 +260,7 @@ async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> N
         "endpoints": {"e": [4, 1]},
     }
     if how == "close":
-        await found.children.close(found.port, 0)
+        await found.children.close_port(found.port, 0)
     elif how == "remove":
         await found.children.remove("b#1", 0)
     else:  # killed: what it was last asked for
@@ -286,7 +286,7 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     found.children.note(unready=["b"])
     await found.children.wait_until_notified()
     assert not found.gives()
-    await found.children.close(found.port, 0)
+    await found.children.close_port(found.port, 0)
     await found.children.remove("b#1", 0)
 
 

@@ -237,7 +237,7 @@ class ListeningChildren:
         """Whether the children listen anywhere."""
         return bool(self._ports)
 
-    def open(
+    def open_port(
         self,
         name: str,
         start: bytes,
@@ -257,7 +257,7 @@ class ListeningChildren:
         self._notify()
         return port
 
-    async def close(self, port: Port, grace_s: float) -> None:
+    async def close_port(self, port: Port, grace_s: float) -> None:
         """Close a port of all children, and wait for the end of their connections."""
         if port not in self._ports:
             return
