@@ -57,9 +57,8 @@ async def stacks_with(replica: Any, kind: str, name: str) -> dict[str, Any]:
 async def check_profile(replica: Any) -> None:
     running = asyncio.ensure_future(call(replica, "work", 0.4))
     found = await stacks_with(replica, "threads", "work")
-    assert [each["runs_code"] for each in found["threads"]] == [True, False], (
-        "the event loop has nothing to do"
-    )
+    running_code = [each for each in found["threads"] if each["runs_code"]]
+    assert len(running_code) == 1, "the event loop has nothing to do"
     found = await replica.verbs["profile"](seconds=0.15)
     assert "Code.work" in {each[0] for each in found["functions"]}
     assert found["busy"] > 0
