@@ -72,7 +72,7 @@ def test_an_array_is_stored_only_once_where_it_arrives(
         finally:
             tracemalloc.stop()
     assert (answer == array).all()
-    # Without shared memory, there are three copies: that of the call, the array in the replica, and the answer.
+    # Without shared memory, there are three copies: that of the call, that in the replica, and the answer.
     copies = 0 if is_shared else 3
     assert copies * ARRAY_BYTES <= peak_bytes < copies * ARRAY_BYTES + REST_BYTES
     assert kept_bytes < copies / 2 * ARRAY_BYTES + REST_BYTES

@@ -156,15 +156,20 @@ def test_threads_are_sampled_until_the_end_or_a_stop() -> None:
     ident, stop = threading.get_ident(), threading.Event()
     threads: Mapping[int, CodeThread] = {ident: CodeThread("threads", threading.get_native_id())}
     found: list[dict[str, Any]] = []
+    ticks = 0
+
+    def current() -> Mapping[int, CodeThread]:
+        nonlocal ticks
+        ticks += 1
+        return threads
 
     def sample() -> None:
-        found.append(sample_threads(lambda: threads, 30, stop, interval_s=0.001))
+        found.append(sample_threads(current, 30, stop, interval_s=0.001))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    total = 0
-    for number in range(300_000):
-        total += number
+    while ticks < 3:
+        sum(range(1000))
     stop.set()
     sampler.join(10)
     assert found[0]["seconds"] < 10
