@@ -21,11 +21,11 @@ from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP
 from daskserve.cluster.channel.wire import sharing
 from daskserve.cluster.channel.wire.frames import OPEN, FramePacker
-from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import HEAD, MAGIC, SIZE
 from daskserve.cluster.dask.connection import connection_of
 from daskserve.cluster.scheduler.supervisor import PLUGIN_NAME
 from daskserve.common.types import ActorAddress
+from daskserve.payload import pickling
 
 MIB = 1 << 20
 ARRAY_BYTES = 16 * MIB
@@ -59,7 +59,7 @@ def test_an_array_is_stored_only_once_where_it_arrives(
 ) -> None:
     monkeypatch.setattr(sharing, "HAS_SEGMENTS", is_shared)
     if not is_shared:
-        monkeypatch.setattr(Segments, "copy", lambda self, data: None)
+        monkeypatch.setattr(pickling, "copy_of", lambda data: memoryview(bytes(data)))
     array = np.arange(ARRAY_BYTES // 8)
     with dask.config.set({"daskserve.channel.route": route}), cluster_here() as (_, client):
         client.deploy("echo", Echo)
