@@ -146,7 +146,8 @@ class ReplicaListeners:
         if key not in self._files:
             self._files[key] = self._take_files(key)
         await listener.bind(self._trace(start.tracing), self._files[key])
-        del self._files[key]
+        for each in self._files.pop(key):
+            os.close(each)
         self._listeners[key] = listener
         listener.start()
 

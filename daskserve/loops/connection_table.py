@@ -115,11 +115,8 @@ class ConnectionTable:
 
 
 def map_table(descriptor: int) -> mmap.mmap:
-    """Return the memory of a table, for the taker; ``descriptor`` is a copy of the giver's, and is closed."""
-    try:
-        return mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
+    """Return the memory of a table, for the taker."""
+    return mmap.mmap(descriptor, 0)
 
 
 class ConnectionRecord:

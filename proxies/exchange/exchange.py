@@ -343,7 +343,9 @@ class Exchange:
     def _goes_back(self, taken: TakenConnection, path: str) -> bool:
         """Return whether the connection was given back, because another process answers this path."""
         connection = self._connection
-        if path != connection.path and self._server_state.moves.is_elsewhere(path) and connection.give_back():
+        state = self._server_state
+        is_new = path != connection.path and not state.is_draining
+        if is_new and state.moves.is_elsewhere(path) and connection.give_back():
             return True
         taken.begin()
         return False

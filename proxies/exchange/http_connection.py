@@ -59,16 +59,15 @@ class HTTPConnection(Connection):
     ) -> None:
         super().__init__(server_state)
         self._on_made = on_made
-        self._received = b""
         if moved is not None:
-            self._received, self.lost, self.stays = moved.received, moved.lost, moved.stays
+            self.lost, self.stays = moved.lost, moved.stays
         self.taken = taken
         self._is_busy = False  # a request has not been finished
         self._is_read = True  # its request is complete
         self._left = 0  # bytes of its body that have not been read
         self._chunks: ChunkReader | None = None  # reads a chunked body
         self._room: asyncio.Future[None] | None = None  # pending while reading is paused
-        self._rest = b""  # unread data
+        self._rest = b"" if moved is None else moved.received  # unread data
         self._searched = 0  # how much of it was searched for the end of a head
         self._drops_data = False  # further data is dropped
         self._has_ended = False  # the client has ended its side of the connection
@@ -84,9 +83,9 @@ class HTTPConnection(Connection):
         if self.taken is not None:
             self.stream.on_lost = self.taken.end
         self._on_made()
-        if self._received:
-            received, self._received = self._received, b""
-            self.data_received(received)
+        if self._rest:
+            # Later, because a transport cannot pause reading yet. New data is added to these bytes.
+            asyncio.get_running_loop().call_soon(self._read_on)
 
     def data_received(self, data: bytes) -> None:
         if self._drops_data:
@@ -319,9 +318,18 @@ def _end_linger(connection: HTTPConnection) -> None:
 
 def _note_finished(self: HTTPConnection, taken: TakenConnection) -> bool:
     """Record the end of a request, and return whether the connection was given back."""
-    if self.stream.can_move():
-        taken.finish(self._rest)
+    if not self.stream.can_move():
+        return False
+    if self.stream.writing():  # a response that is not sent must not be cut by a move
+        asyncio.get_running_loop().call_later(SENT_S, _note_sent, self, taken)
+        return False
+    taken.finish(self._rest)
     return (taken.is_asked_back or self.server_state.moves.gives_back) and give_back_idle(self)
+
+
+def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
+    if not self._is_busy and not self._drops_data:
+        _note_finished(self, taken)
 
 
 def give_back_idle(self: HTTPConnection) -> bool:
@@ -344,6 +352,7 @@ def _give_back(self: HTTPConnection) -> bool:
         taken.add(unread)
         if not taken.can_move():
             self.stream.resume_reading()
+            asyncio.get_running_loop().call_soon(self._read_on)
             return False
     taken.give_back()
     _leave(self)

@@ -146,7 +146,10 @@ class Stream(asyncio.Protocol):
         """Stop reading, and return what the transport has received and not passed on."""
         self.pause_reading()
         take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
-        return b"" if take_unread is None else take_unread()
+        if take_unread is not None:
+            with suppress(OSError):  # the client has just disconnected
+                return bytes(take_unread())
+        return b""
 
     def cut(self, goodbye: bytes) -> None:
         """End the connection from any thread, after ``goodbye`` if that can be sent without waiting."""

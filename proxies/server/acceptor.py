@@ -277,6 +277,8 @@ class Acceptor:
             close_idle()
             closed += 1
         self.evicted += closed
+        if not closed:
+            self.evict_given()
         if closed:
             self._pause_for(_CLOSED_S, NO_DESCRIPTORS, reason)
         else:
@@ -321,6 +323,10 @@ async def _set_up(
         await setting_up
     except OSError as error:
         _drop(connection, sock, error)
+    except asyncio.CancelledError:
+        if connection.taken is not None:
+            connection.taken.end()
+        raise
 
 
 def _drop(connection: HTTPConnection, sock: socket.socket, error: OSError) -> None:

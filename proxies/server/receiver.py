@@ -6,10 +6,12 @@ For the messages, see `daskserve.data.replica.process.given_connections`.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from daskserve.common.clock import Clock
 from daskserve.loops.at_fork import call_in_forks
 from daskserve.loops.connection_table import (
     EVICT,
@@ -27,6 +29,8 @@ from daskserve.proxies.exchange.taken_connection import TakenConnection
 _AT_ONCE = 128
 #: The pause before messages that the proxy did not take are sent again.
 _AGAIN_S = 0.01
+#: How long a receiver that closes waits for the proxy to take its last messages.
+FLUSH_S = 1.0
 
 
 class ConnectionReceiver:
@@ -35,7 +39,8 @@ class ConnectionReceiver:
     Parameters
     ----------
     files : sequence of int
-        The descriptors from the proxy: this end of the socket pair, and the memory of the table.
+        The descriptors from the proxy: this end of the socket pair, and the memory of the table. The receiver
+        uses copies of them.
     serve : callable
         Serves a connection, and returns the object that reads its requests.
     evict : callable
@@ -47,12 +52,14 @@ class ConnectionReceiver:
         files: Sequence[int],
         serve: Callable[[MovedConnection, TakenConnection], HTTPConnection],
         evict: Callable[[], object],
+        clock: Clock,
     ) -> None:
         pair, memory = files
-        self._pair = socket.socket(fileno=pair)
-        self._pair.setblocking(False)
         self._memory = map_table(memory)
+        self._pair = socket.socket(fileno=os.dup(pair))
+        self._pair.setblocking(False)
         self._serve, self._evict = serve, evict
+        self._clock = clock
         self._connections: dict[int, HTTPConnection] = {}
         self._unsent: deque[int] = deque()
         self._is_reading = False
@@ -70,9 +77,12 @@ class ConnectionReceiver:
             self._is_reading = False
             self._loop.remove_reader(self._pair)
 
-    def close(self) -> None:
-        """Close the pair. Idempotent."""
+    async def close(self) -> None:
+        """Close the pair once the proxy has the messages, or after `FLUSH_S`. Idempotent."""
         self.stop()
+        ends_at = self._clock.now() + FLUSH_S
+        while self._unsent and self._clock.now() < ends_at:
+            await self._clock.sleep(_AGAIN_S)
         self._pair.close()
 
     def _forked(self) -> None:
@@ -101,7 +111,6 @@ class ConnectionReceiver:
 
     def _take(self, slot: int, files: list[int]) -> None:
         if not files:  # this process has no file descriptors left
-            TakenConnection(self._memory, slot, self._pair, self._notify)
             self._notify(slot | GIVE_BACK)
             return
         sock = socket.socket(fileno=files[0])

@@ -116,7 +116,7 @@ class HTTPServer:
         self._acceptor = Acceptor(self.state, self.max_connections, TRANSPORTS[options.server])
         self._slow_clients = SlowClientWatch(self.state)
         self._sockets: list[socket.socket] = []
-        self._is_started = False
+        self._is_started = self._is_stopped = False
         self._taker_of: TakerOf = no_taker
         #: Takes connections in place of the acceptor; see `receive`.
         self._receiver: ConnectionReceiver | None = None
@@ -196,8 +196,8 @@ class HTTPServer:
         self.state.moves.taker_of = self._taker_of if is_giving else None
 
     def serve(self, moved: MovedConnection) -> None:
-        """Serve a connection that another process has served, unless the server stops."""
-        if self.state.is_draining:
+        """Serve a connection that another process has served, unless the server has stopped."""
+        if self._is_stopped:
             moved.sock.close()
         else:
             self._acceptor.serve(moved)
@@ -213,7 +213,7 @@ class HTTPServer:
             Returns whether another process has to answer requests for a path.
         """
         self.state.moves.is_elsewhere = is_elsewhere
-        self._receiver = ConnectionReceiver(files, self._acceptor.serve, self._acceptor.evict)
+        self._receiver = ConnectionReceiver(files, self._acceptor.serve, self._acceptor.evict, self._clock)
 
     async def bind(self, *, may_move: bool = False) -> None:
         """Bind the port; if another program uses it and the server ``may_move``, bind a free one.
@@ -268,15 +268,14 @@ class HTTPServer:
         self.state.moves.gives_back, self.state.is_draining = gives_back, not gives_back
         if self._receiver is not None:
             self._receiver.stop()
-        if gives_back:
-            for connection in list(self.state.connections):
-                assert isinstance(connection, HTTPConnection)
-                give_back_idle(connection)
         deadline = self._clock.now() + grace_s
         if self._is_started and self._receiver is None:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
+        for connection in list(self.state.connections) if gives_back else ():
+            assert isinstance(connection, HTTPConnection)
+            give_back_idle(connection)
         for session in list(self.state.sockets) if sends_away else ():
             session.go_away()
         while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
@@ -290,7 +289,7 @@ class HTTPServer:
 
     async def stop(self) -> None:
         """Stop listening, cancel all requests and close all connections. Idempotent."""
-        self.state.is_draining = True
+        self.state.is_draining = self._is_stopped = True
         await self._close_sockets()
         self.state.idle_watch.stop()
         self._disconnects.stop()
@@ -314,7 +313,7 @@ class HTTPServer:
         while self.state.streams:
             await self._clock.sleep(0)
         if self._receiver is not None:
-            self._receiver.close()
+            await self._receiver.close()
 
     def __repr__(self) -> str:
         server_state = self.state

@@ -33,8 +33,8 @@ class TornadoTransport(asyncio.Transport):
         self._when_sent: Callable[[], None] | None = None
         self._is_closing = False
         stream.set_nodelay(True)  # a response is written whole, or in parts to be sent at once
-        protocol.connection_made(self)
         stream.set_close_callback(self._note_lost)
+        protocol.connection_made(self)
         self._reader.start()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:

@@ -81,7 +81,7 @@ def test_the_giver_reads_what_the_taker_has_recorded(
     steps: Callable[[ConnectionRecord], object], state: ConnectionState, received: bytes | None
 ) -> None:
     table = ConnectionTable(3)
-    memory = map_table(os.dup(table.fileno()))
+    memory = map_table(table.fileno())
     for slot in range(3):
         table.reset(slot)
     record = ConnectionRecord(memory, 1)
@@ -99,7 +99,7 @@ def test_the_giver_reads_what_the_taker_has_recorded(
 
 def test_a_slot_can_be_used_again() -> None:
     table = ConnectionTable(1)
-    memory = map_table(os.dup(table.fileno()))
+    memory = map_table(table.fileno())
     begins(ConnectionRecord(memory, 0))
     table.reset(0)
     assert (table.state(0), table.received(0)) == (ConnectionState.GIVEN, b"")

@@ -35,8 +35,8 @@ class Child:
     """The other side: it takes connections when the test says so."""
 
     def __init__(self, given: GivenConnections) -> None:
-        pair, memory = map(os.dup, given.files)
-        self._pair = socket.socket(fileno=pair)
+        pair, memory = given.files
+        self._pair = socket.socket(fileno=os.dup(pair))
         self._pair.setblocking(False)
         self._memory = map_table(memory)
         self.records: dict[int, ConnectionRecord] = {}

@@ -288,6 +288,8 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     assert not found.gives()
     await found.children.close_port(found.port, 0)
     await found.children.remove("b#1", 0)
+    assert found.port.given() == 0
+    found.children.forget("b#1", LOST)
 
 
 def test_draining_takes_no_longer_than_the_grace_period() -> None:

@@ -75,7 +75,7 @@ class Proxy:
     async def child(self, app: ASGIApp, **options: Any) -> AsyncIterator[tuple[HTTPServer, GivenConnections]]:
         given = self.port.connections()
         server = make_server(app, **options)
-        server.receive([os.dup(each) for each in given.files], lambda path: path == "/elsewhere")
+        server.receive(given.files, lambda path: path == "/elsewhere")
         server.start()
         self.port.offer(given, frozenset("e"))
         try:

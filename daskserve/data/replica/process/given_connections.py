@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,13 +68,14 @@ class GivenConnections:
 
     def __init__(self, slots: int, serve: Callable[[MovedConnection], object]) -> None:
         self._serve = serve
-        self._table = ConnectionTable(slots)
         self._ours, self._theirs = socket.socketpair()
+        self._table = ConnectionTable(slots)
         self._ours.setblocking(False)
         self._free = list(range(slots - 1, -1, -1))
         self._given: dict[int, _Given] = {}
         #: The connections that the child has not taken yet, with the times when they were given.
         self._untaken: dict[int, float] = {}
+        self._asked: deque[int] = deque()
         self._check: asyncio.TimerHandle | None = None
         self._blocked_until = float("-inf")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,8 +119,20 @@ class GivenConnections:
     def ask_back(self, count: int) -> None:
         """Let the child give back some connections, each once it has no request."""
         found = [slot for slot, each in self._given.items() if not each.stays]
-        for slot in found[len(found) - count :]:
-            self._send(slot | GIVE_BACK)
+        self._asked += [slot | GIVE_BACK for slot in found[len(found) - count :]]
+        self._ask()
+
+    def _ask(self) -> None:
+        """Send the messages that ask for connections; the pair holds a few hundred at a time."""
+        while self._asked and self._loop is not None:
+            try:
+                self._ours.send(SLOT_NUMBER.pack(self._asked[0]))
+            except BlockingIOError:
+                self._loop.call_later(CHECK_S, self._ask)
+                return
+            except OSError:
+                return
+            self._asked.popleft()
 
     def evict(self) -> None:
         """Let the child close the connection that has been idle longest."""
@@ -160,9 +174,15 @@ class GivenConnections:
                 return
             for (slot,) in SLOT_NUMBER.iter_unpack(data):
                 if slot & GIVE_BACK:
+                    self._note_untaken(slot & ~GIVE_BACK)
                     self._come_back(slot & ~GIVE_BACK)
                 elif (found := self._pop(slot)) is not None:
                     found.sock.close()
+
+    def _note_untaken(self, slot: int) -> None:
+        """Pause if a child returns a connection that it could not take, for lack of file descriptors."""
+        if self._loop is not None and self._table.state(slot) == ConnectionState.GIVEN:
+            self._blocked_until = self._loop.time() + BLOCKED_S
 
     def _pop(self, slot: int) -> _Given | None:
         self._untaken.pop(slot, None)

@@ -174,14 +174,18 @@ class ListeningChild:
             if await self._stop(key, grace_s, sends_away=sends_away, gives_back=gives_back):
                 self._fold([key])
 
-    async def end(self, grace_s: float) -> None:
-        """Close all ports of the child for good; return when its connections have ended."""
+    async def end(self, grace_s: float) -> bool:
+        """Close all ports of the child for good, and give its connections back or close them.
+
+        Returns whether the child has confirmed that. Otherwise its connections wait until its process ends.
+        """
         if self.updating is not None:
             self.updating.cancel()
         self._withdraw()
-        if self._open:
-            await self._stop("", grace_s, sends_away=True, gives_back=True)
+        if self._open and not await self._stop("", grace_s, sends_away=True, gives_back=True):
+            return False
         self.mark_ended()
+        return True
 
     def mark_ended(self, lost: LostAttempt | None = None) -> None:
         """Record that the child has ended; its connections continue elsewhere if it is ``lost``."""
@@ -195,10 +199,8 @@ class ListeningChild:
         )
         try:
             self.report(await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S))
-        except ActorLostError:
+        except (ActorLostError, TimeoutError):
             return False  # its connections continue elsewhere when its process has ended
-        except TimeoutError:
-            pass  # it does not answer
         return True
 
     def report(self, listeners: Mapping[str, Any]) -> None:
@@ -290,8 +292,9 @@ class ListeningChildren:
 
     async def remove(self, replica_tag: str, grace_s: float) -> None:
         """Close the ports of a child; return when it has no more connections."""
-        if (child := self._pop(replica_tag)) is not None:
-            await child.end(grace_s)
+        child = self._children.get(replica_tag)
+        if child is not None and await child.end(grace_s):
+            self._pop(replica_tag)
 
     def forget(self, replica_tag: str, lost: LostAttempt) -> None:
         """Record that a child's process has ended, and why."""

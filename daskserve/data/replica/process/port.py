@@ -119,8 +119,8 @@ class Port:
 
     def evict(self) -> None:
         """Let the child with the most connections close the one that has been idle longest."""
-        if self._offered:
-            max(self._offered, key=len).evict()
+        if self._all:
+            max(self._all, key=len).evict()
 
     # ---- metrics
 
