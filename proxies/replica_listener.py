@@ -105,7 +105,7 @@ class ReplicaListeners:
         self.requests = ReplicaRequests(handle, slots, to_worker)
         self._context = context
         self._take_files, self._trace = take_files, trace
-        #: By the keys of the ports; see `daskserve.data.replica.process.listening.Port`.
+        #: By the keys of the ports; see `daskserve.data.replica.process.port.Port`.
         self._listeners: dict[str, HTTPListener] = {}
         self._files: dict[str, list[int]] = {}
         self._lock = asyncio.Lock()

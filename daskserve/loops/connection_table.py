@@ -6,7 +6,7 @@ connection when the taker gives it back, and even when the taker was killed: the
 the connection.
 
 Each connection has a slot of `SLOT_BYTES`: its state, the number of recorded bytes, and these bytes. The
-taker writes the state last, so that it is never ahead of the bytes.
+taker writes a state after the bytes that belong to it.
 """
 
 from __future__ import annotations
