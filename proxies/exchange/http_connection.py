@@ -27,7 +27,7 @@ from daskserve.proxies.exchange.taken_connection import TakenConnection
 log = logging.getLogger("daskserve.proxies")
 
 #: How long a connection that leaves waits before it checks again whether its response was sent.
-SENT_S = 0.01
+SENT_S = 0.05
 
 
 class HTTPConnection(Connection):
@@ -90,8 +90,10 @@ class HTTPConnection(Connection):
     def data_received(self, data: bytes) -> None:
         if self._drops_data:
             return
-        if self.taken is not None:
-            self.taken.add(data)
+        if (taken := self.taken) is not None:
+            if taken.is_unsent and not self._is_busy:
+                _note_sent(self, taken)
+            taken.add(data)
         self._rest = self._rest + data if self._rest else data
         self._read_on()
 
@@ -318,18 +320,16 @@ def _end_linger(connection: HTTPConnection) -> None:
 
 def _note_finished(self: HTTPConnection, taken: TakenConnection) -> bool:
     """Record the end of a request, and return whether the connection was given back."""
-    if not self.stream.can_move():
-        return False
-    if self.stream.writing():  # a response that is not sent must not be cut by a move
-        asyncio.get_running_loop().call_later(SENT_S, _note_sent, self, taken)
-        return False
-    taken.finish(self._rest)
+    taken.is_unsent = True
+    _note_sent(self, taken)
     return (taken.is_asked_back or self.server_state.moves.gives_back) and give_back_idle(self)
 
 
 def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
-    if not self._is_busy and not self._drops_data:
-        _note_finished(self, taken)
+    """Let the connection move again if its last response is sent; otherwise a move would cut the response."""
+    if not self.stream.writing() and self.stream.can_move():
+        taken.is_unsent = False
+        taken.finish(self._rest)
 
 
 def give_back_idle(self: HTTPConnection) -> bool:
@@ -339,6 +339,8 @@ def give_back_idle(self: HTTPConnection) -> bool:
     if self.stream.writing():
         asyncio.get_running_loop().call_later(SENT_S, give_back_idle, self)
         return False
+    if self.taken is not None and self.taken.is_unsent:
+        _note_sent(self, self.taken)
     return _give_back(self)
 
 

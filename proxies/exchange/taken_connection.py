@@ -21,6 +21,8 @@ class TakenConnection(ConnectionRecord):
 
     #: Whether the proxy has asked for the connection.
     is_asked_back = False
+    #: Whether a part of the last response may still wait for the client.
+    is_unsent = False
     #: Whether this process has closed its copy of the connection.
     has_ended = False
     _goes_back = False

@@ -99,8 +99,8 @@ class ControllerCalls:
     async def call_until(self, deadline: float | None, verb: str, **message: Any) -> Any:
         """Return the controller's answer to a verb; None if it does not arrive in time.
 
-        The controller may take longer than it is told to wait: it hangs or is being replaced, or it waits for
-        a proxy that hangs.
+        The message limits how long the controller waits, but the controller itself may hang, be replaced, or
+        wait for a proxy that hangs.
         """
         call = self.call(verb, **message)
         if deadline is None:

@@ -45,7 +45,7 @@ def test_a_decision_stands_until_it_is_applied_or_has_waited_for_long() -> None:
         first, enqueued = desk.decided(), desk.enqueued
         await asyncio.sleep(PENDING_S - 1)
         assert desk.decided() is first
-        assert desk.enqueued > enqueued, "whoever applies it is reminded"
+        assert desk.enqueued > enqueued, "the decision is queued again"
         await asyncio.sleep(2)
         assert desk.decided().at >= first.at + PENDING_S
 

@@ -62,6 +62,15 @@ class Child:
         self._socks.pop(slot).close()
         self._pair.send(SLOT_NUMBER.pack(slot | flag))
 
+    def refuse(self) -> None:
+        """Return a connection that cannot be received."""
+        message = receive_message(self._pair)
+        assert message is not None
+        slot, files = message
+        for each in files:
+            os.close(each)
+        self._pair.send(SLOT_NUMBER.pack(slot | GIVE_BACK))
+
     def close(self) -> None:
         for each in self._socks.values():
             each.close()
@@ -226,6 +235,14 @@ async def test_a_child_that_takes_nothing_gets_nothing_for_a_while(
     assert proxy.give(1) == [True]
     assert child.messages() == []
     assert len(child.records) == 2
+
+
+async def test_a_child_without_descriptors_gets_nothing_for_a_while(proxy: Proxy) -> None:
+    given, child = proxy.child()
+    proxy.give(1)
+    child.refuse()
+    await wait_until(lambda: len(proxy.served) == 1)  # and not the child once more
+    assert not given.has_room
 
 
 async def test_a_connection_that_comes_back_with_a_request_stays(proxy: Proxy) -> None:

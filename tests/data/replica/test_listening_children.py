@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,7 +25,13 @@ from daskserve.data.replica.process.listening import (
 from daskserve.data.replica.process.port import Port, with_children
 from daskserve.data.replica.process.replica import ReplicaServer
 from daskserve.errors import ActorLostError
-from daskserve.loops.connection_table import LostAttempt, MovedConnection
+from daskserve.loops.connection_table import (
+    ConnectionRecord,
+    LostAttempt,
+    MovedConnection,
+    map_table,
+    receive_message,
+)
 from daskserve.telemetry.collector import MAX_ENDED, SWEEP_EVERY
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
@@ -119,9 +126,15 @@ class Opened:
         self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
+        #: The connections that the proxy serves itself.
+        self.served: list[MovedConnection] = []
         self.port = self.children.open_port(
-            "proxy", b"start", 10, lambda moved: moved.sock.close(), lambda endpoint: ("stream", 10)
+            "proxy", b"start", 10, self._serve, lambda endpoint: ("stream", 10)
         )
+
+    def _serve(self, moved: MovedConnection) -> None:
+        self.served.append(moved)
+        moved.sock.close()
 
     def gives(self) -> bool:
         """Return whether a child gets new connections."""
@@ -290,6 +303,25 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     await found.children.remove("b#1", 0)
     assert found.port.given() == 0
     found.children.forget("b#1", LOST)
+
+
+async def test_connections_of_a_child_that_dies_while_it_stops_continue_when_it_has_ended() -> None:
+    found = await opened(Published())
+    assert found.gives()
+    ((_, (pair, memory)),) = found.child.given
+    record = ConnectionRecord(map_table(memory), 0)  # the child has taken the connection
+    record.add(b"GET / HTTP/1.1\r\n\r\n")
+    record.begin()
+    with socket.socket(fileno=os.dup(pair)) as taking:
+        message = receive_message(taking)
+    assert message is not None
+    os.close(message[1][0])
+    found.child.is_lost = True
+    await found.children.remove("b#1", 0)
+    assert found.port.given() == 1
+    found.children.forget("b#1", LOST)
+    assert [each.lost for each in found.served] == [LOST]
+    assert found.port.given() == 0
 
 
 def test_draining_takes_no_longer_than_the_grace_period() -> None:

@@ -28,13 +28,27 @@ from http_harness import (
     respond,
     serving,
 )
+from memory_transport import MemoryTransport, serving_in_memory
 
+from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
 from daskserve.data.replica.process.given_connections import GivenConnections
 from daskserve.data.replica.process.listening import Port
 from daskserve.errors import ActorLostError
-from daskserve.loops.connection_table import LostAttempt, MovedConnection
+from daskserve.loops.connection_table import (
+    GIVE_BACK,
+    SLOT_NUMBER,
+    ConnectionState,
+    ConnectionTable,
+    LostAttempt,
+    MovedConnection,
+    map_table,
+)
 from daskserve.proxies.asgi import LOST_REPLICA, ASGIApp, Scope
+from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.taken_connection import TakenConnection
+from daskserve.proxies.server.acceptor import is_readable
+from daskserve.proxies.server.receiver import ConnectionReceiver
 from daskserve.proxies.server.server import HTTPServer
 from daskserve.proxies.server.tls import server_context
 
@@ -340,3 +354,114 @@ async def test_a_forked_process_does_not_hold_the_connections_of_a_child_open() 
             os.close(each)
         assert await body(client) == "child 0"
         assert len(given) == 1
+
+
+@on_each_loop
+async def test_a_moved_request_that_is_refused_leaves_no_connection() -> None:
+    async with serving(named("proxy")) as server:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        server.serve(MovedConnection(ours, b"BAD REQUEST" + b"\r\n\r\n"))
+        client = Client(*await asyncio.open_connection(sock=theirs))
+        assert (await client.response()).status == 400
+        client.writer.close()
+        await poll_for(lambda: not server.state.connections and not server.state.streams)
+
+
+@on_each_loop
+async def test_a_moved_connection_stops_reading_while_its_next_request_waits() -> None:
+    gate = asyncio.Event()
+    async with serving(named("proxy", gate)) as server:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        server.serve(MovedConnection(ours, request("/held") + request("/")))
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        client = Client(reader, writer)
+        await poll_for(lambda: server.state.tasks)
+        writer.write(request("/") * 100_000)  # more than the kernel takes
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert writer.transport.get_write_buffer_size() > 0
+        gate.set()
+        assert [(await client.response()).body for _ in range(2)] == [b"proxy 0"] * 2
+        client.reset()
+
+
+@on_each_transport
+async def test_a_proxy_that_drains_answers_what_comes_back() -> None:
+    gate = asyncio.Event()
+    async with serving(named("proxy", gate)) as server, connected(server) as held:
+        await held.send(request("/held"))
+        await poll_for(lambda: server.state.tasks)
+        draining = asyncio.create_task(server.drain(10))
+        await poll_for(lambda: server.state.is_draining)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        server.serve(MovedConnection(ours, request("/")))
+        client = Client(*await asyncio.open_connection(sock=theirs))
+        answer = await client.response()
+        assert (answer.body, answer.headers["connection"]) == (b"proxy 0", "close")
+        client.writer.close()
+        gate.set()
+        await draining
+
+
+async def test_the_proxy_gets_all_messages_of_a_child_that_stops_while_it_is_slow() -> None:
+    ours, theirs = socket.socketpair()
+    table = ConnectionTable(1000)
+    served: Any = pytest.fail
+    receiver = ConnectionReceiver([theirs.fileno(), table.fileno()], served, served, LoopClock())
+    receiver.start()
+    messages = 0
+    while messages < 1000:  # more than the pair holds; without a connection, each one is returned
+        batch = min(100, 1000 - messages)
+        for slot in range(messages, messages + batch):
+            ours.send(SLOT_NUMBER.pack(slot))
+        messages += batch
+        await poll_for(lambda: not is_readable([theirs]))
+    closing = asyncio.create_task(receiver.close())
+    ours.setblocking(False)
+    received: list[int] = []
+
+    def has_all() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            received.extend(number for (number,) in SLOT_NUMBER.iter_unpack(ours.recv(4096)))
+        return len(received) == 1000
+
+    await poll_for(has_all)
+    assert received == [slot | GIVE_BACK for slot in range(1000)]
+    await closing
+    for each in (ours, theirs, table):
+        each.close()
+
+
+class Buffering(MemoryTransport):
+    """Keeps what is written, as asyncio's transports keep up to 64 KiB without pausing the writer."""
+
+    unsent_bytes = 0
+
+    def write(self, data: Any) -> None:
+        self.received += data
+        self.unsent_bytes += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent_bytes
+
+
+async def test_a_connection_cannot_move_before_its_response_is_sent() -> None:
+    async with serving_in_memory(named("child")) as server:
+        table = ConnectionTable(1)
+        ours, theirs = socket.socketpair()
+        taken = TakenConnection(map_table(table.fileno()), 0, ours, lambda message: None)
+        client = Buffering(HTTPConnection(server.state, lambda: None, MovedConnection(ours), taken))
+        client.send(request("/"))
+        await poll_for(lambda: b"child 0" in client.received and not server.state.tasks)
+        assert table.state(0) == ConnectionState.FIXED
+        client.send(b"GET / HT")
+        assert table.state(0) == ConnectionState.FIXED
+        client.unsent_bytes = 0
+        client.send(b"TP")
+        assert (table.state(0), table.received(0)) == (ConnectionState.IDLE, b"GET / HTTP")
+        client.close()
+        for each in (ours, theirs, table):
+            each.close()
