@@ -428,7 +428,8 @@ async def test_the_proxy_gets_all_messages_of_a_child_that_stops_while_it_is_slo
             received.extend(number for (number,) in SLOT_NUMBER.iter_unpack(ours.recv(4096)))
         return len(received) == 1000
 
-    await poll_for(has_all)
+    async with asyncio.timeout(10):
+        await poll_for(has_all)
     assert received == [slot | GIVE_BACK for slot in range(1000)]
     await closing
     for each in (ours, theirs, table):
