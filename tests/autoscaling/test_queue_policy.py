@@ -139,13 +139,20 @@ class ScriptedQueue:
         self.now: float | BaseException | None = 7.0
         self.reads = self.closes = 0
         self.close_error: Exception | None = None
+        #: Whether a read answers when it is cancelled, as libraries do that cancel reads of their own.
+        self.swallows = False
 
     async def read(self) -> float:
         self.reads += 1
         if isinstance(self.now, BaseException):
             raise self.now
         if self.now is None:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if not self.swallows:
+                    raise
+                return 7.0
         assert isinstance(self.now, float)
         return self.now
 
@@ -206,6 +213,14 @@ def test_each_kind_of_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 
     watched(scenario)
     assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["one", "two", "three"]
+
+
+def test_polling_ends_even_if_a_library_swallows_its_cancellation() -> None:
+    async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
+        queue.now, queue.swallows = None, True
+        await asyncio.sleep(10.0 + REPLY_TIMEOUT_S / 2)  # in the middle of a read
+
+    watched(scenario)
 
 
 def test_a_broker_that_does_not_answer_is_disconnected_and_polled_again() -> None:

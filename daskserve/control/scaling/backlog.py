@@ -65,6 +65,7 @@ class Backlog:
         #: Errors that were already logged.
         self._logged: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
         #: A human-readable description of the last poll's error; empty if it succeeded.
         self.problem = ""
 
@@ -77,6 +78,7 @@ class Backlog:
 
     def stop(self) -> None:
         """Stop polling."""
+        self._is_stopped = True  # a broker library may swallow the cancellation
         if self._task is not None:
             self._task.cancel()
 
@@ -90,9 +92,10 @@ class Backlog:
     async def run(self) -> None:
         """Poll at once and then at every interval, until cancelled."""
         try:
-            while True:
+            while not self._is_stopped:
                 await self._poll()
-                await self._clock.sleep(self.options.poll_interval_s)
+                if not self._is_stopped:
+                    await self._clock.sleep(self.options.poll_interval_s)
         finally:
             await self._close()
 

@@ -39,6 +39,7 @@ from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import SAMPLING, Router
 from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError
+from daskserve.loops.connection_table import LostAttempt
 from daskserve.loops.deadlines import earliest, is_over
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
@@ -270,7 +271,9 @@ class Call:
             else:
                 if isinstance(outcome, ActorLostError) and outcome.begun:
                     # The replica set decides whether it is retried, as it does for HTTP requests.
-                    self._envelope = replace(self._envelope, lost=(outcome, replica.address.worker))
+                    self._envelope = replace(
+                        self._envelope, lost=LostAttempt(outcome, replica.address.worker)
+                    )
                 self._continue(outcome)
         else:
             self._fail(outcome)
