@@ -13,8 +13,9 @@ from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
 from daskserve.data.replica.requests.method_header import named_method, no_call_error
 from daskserve.data.replica.requests.replica_request import LocalRequest, set_context, start_next
+from daskserve.data.replica.requests.states import OPEN_STATES
 from daskserve.data.replica.user_code.definitions import CALL, Method
-from daskserve.data.replica.user_code.request_objects import read_body
+from daskserve.data.replica.user_code.request_objects import read_body, receive_nothing
 from daskserve.data.replica.user_code.responses import (
     ConvertedResponse,
     Unfinished,
@@ -52,7 +53,8 @@ def _request_context(envelope: Envelope) -> RequestContext:
 class LocalHTTPRequest(LocalRequest):
     """An HTTP request or a WebSocket.
 
-    If user code runs in the request's task, it needs no `MessagePipe` unless it streams its response.
+    Plain user code, and code that runs in the request's task, need a `MessagePipe` only for responses of more
+    than one step.
     """
 
     __slots__ = ("_receive", "_scope", "_send")
@@ -113,6 +115,22 @@ class LocalHTTPRequest(LocalRequest):
         else:
             self._begin(b"", _no_body())
         return None
+
+    def connect(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        super().connect(receive, send)
+
+    async def receive(self) -> Message:
+        """Return the next message of the client, in the coroutine that plain user code has returned."""
+        if self.has_disconnected():
+            return {"type": "http.disconnect"}
+        if self.pipe is None:  # plain code runs a coroutine itself
+            return await receive_nothing()
+        return await self.pipe.receive()
+
+    def has_disconnected(self) -> bool:
+        """Return whether the client has left, or the request has ended; any thread may call this."""
+        return self.state not in OPEN_STATES
 
     def resume(self, unfinished: Unfinished) -> None:
         pipe = self.pipe or _open_pipe(self, None)
@@ -195,13 +213,15 @@ class LocalHTTPRequest(LocalRequest):
         if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
             self.start_code(True, servable.answer_http, method, scope, self._receive, body)
             return
+        if not method.is_async and not method.is_asgi:
+            plain = servable.answer_http_in_thread
+            self.start_code(False, plain, method, scope, self.receive, self.has_disconnected, body)
+            return
         pipe = _open_pipe(self, first)
         if method.is_asgi:
             self.start_code(True, servable.answer_app, scope, pipe)
-        elif method.is_async:
-            self.start_code(True, servable.answer_http, method, scope, pipe.receive, body)
         else:
-            self.start_code(False, servable.answer_http_in_thread, method, scope, pipe, body)
+            self.start_code(True, servable.answer_http, method, scope, pipe.receive, body)
 
 
 def _open_pipe(request: LocalHTTPRequest, first: Message | None) -> MessagePipe:

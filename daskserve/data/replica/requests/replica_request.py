@@ -168,8 +168,8 @@ class ReplicaRequest:
                 preparing = self.begin(receive, send)
                 if preparing is not None:
                     await preparing
-            elif self.pipe is not None:
-                self.pipe.connect(receive, send)
+            else:
+                self.connect(receive, send)
             if self.run is not None or self.pipe is not None or self.unfinished is not None:
                 await _settle(self)
             if self.error is not None:
@@ -198,6 +198,11 @@ class ReplicaRequest:
         Without a task, ``receive`` and ``send`` are None, and the result must be None.
         """
         raise NotImplementedError
+
+    def connect(self, receive: Receive, send: Send) -> None:
+        """Attach a request that has begun without a task to its caller."""
+        if self.pipe is not None:
+            self.pipe.connect(receive, send)
 
     def resume(self, unfinished: Unfinished) -> None:
         """Start the next step of user code."""
