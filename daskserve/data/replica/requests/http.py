@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
+from functools import partial
 from typing import Any
 
 from daskserve.common.types import ON_DEMAND, Envelope, Message, Receive, Send
@@ -57,7 +58,7 @@ class LocalHTTPRequest(LocalRequest):
     than one step.
     """
 
-    __slots__ = ("_receive", "_scope", "_send")
+    __slots__ = ("_scope",)
 
     _scope: dict[str, Any]
 
@@ -115,22 +116,6 @@ class LocalHTTPRequest(LocalRequest):
         else:
             self._begin(b"", _no_body())
         return None
-
-    def connect(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
-        super().connect(receive, send)
-
-    async def receive(self) -> Message:
-        """Return the next message of the client, in the coroutine that plain user code has returned."""
-        if self.has_disconnected():
-            return {"type": "http.disconnect"}
-        if self.pipe is None:  # plain code runs a coroutine itself
-            return await receive_nothing()
-        return await self.pipe.receive()
-
-    def has_disconnected(self) -> bool:
-        """Return whether the client has left, or the request has ended; any thread may call this."""
-        return self.state not in OPEN_STATES
 
     def resume(self, unfinished: Unfinished) -> None:
         pipe = self.pipe or _open_pipe(self, None)
@@ -215,7 +200,9 @@ class LocalHTTPRequest(LocalRequest):
             return
         if not method.is_async and not method.is_asgi:
             plain = servable.answer_http_in_thread
-            self.start_code(False, plain, method, scope, self.receive, self.has_disconnected, body)
+            self.start_code(
+                False, plain, method, scope, partial(_receive, self), partial(_has_left, self), body
+            )
             return
         pipe = _open_pipe(self, first)
         if method.is_asgi:
@@ -237,6 +224,19 @@ def _open_pipe(request: LocalHTTPRequest, first: Message | None) -> MessagePipe:
     pipe.is_body_assumed = first is not None and not request.envelope.has_body
     pipe.on_message = request.partial
     return pipe
+
+
+async def _receive(request: LocalHTTPRequest) -> Message:
+    """Return the next message of the client, in the coroutine that plain user code has returned."""
+    if _has_left(request):
+        return {"type": "http.disconnect"}
+    # Without a pipe, plain code runs this coroutine itself.
+    return await (receive_nothing() if request.pipe is None else request.pipe.receive())
+
+
+def _has_left(request: LocalHTTPRequest) -> bool:
+    """Return whether the client has left, or the request has ended; any thread may call this."""
+    return request.state not in OPEN_STATES
 
 
 def _no_body() -> Message:

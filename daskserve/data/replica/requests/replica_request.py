@@ -74,6 +74,8 @@ class ReplicaRequest:
     __slots__ = (
         "_began",
         "_on_answer",
+        "_receive",
+        "_send",
         "_waiter",
         "envelope",
         "error",
@@ -89,6 +91,9 @@ class ReplicaRequest:
         "value",
     )
 
+    # Those of the caller, for a pipe that only the `unfinished` step needs.
+    _receive: Receive | None
+    _send: Send | None
     #: Whether the `unfinished` step needs a task.
     needs_task_to_go_on = False
 
@@ -168,8 +173,10 @@ class ReplicaRequest:
                 preparing = self.begin(receive, send)
                 if preparing is not None:
                     await preparing
+            elif self.pipe is not None:
+                self.pipe.connect(receive, send)
             else:
-                self.connect(receive, send)
+                self._receive, self._send = receive, send
             if self.run is not None or self.pipe is not None or self.unfinished is not None:
                 await _settle(self)
             if self.error is not None:
@@ -198,11 +205,6 @@ class ReplicaRequest:
         Without a task, ``receive`` and ``send`` are None, and the result must be None.
         """
         raise NotImplementedError
-
-    def connect(self, receive: Receive, send: Send) -> None:
-        """Attach a request that has begun without a task to its caller."""
-        if self.pipe is not None:
-            self.pipe.connect(receive, send)
 
     def resume(self, unfinished: Unfinished) -> None:
         """Start the next step of user code."""
