@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import inspect
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -52,12 +50,13 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks", "state")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")
+    check.constants(inspect.unwrap(Scheduler.remove_worker), "scheduler-remove-worker")
     check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
     check.fields(WorkerState, "actors")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
-    check.attributes(Status, "dont_reply", "running")
+    check.attributes(Status, "closing_gracefully", "dont_reply", "running")
     check.fields(Comm, "local_info", "remote_info", "handshake_options")
     check.attributes(Comm, "handshake_info", "handshake_configuration")
     check.fields(TCP, "stream")
@@ -72,9 +71,11 @@ with needs("dask", ">=2025.1,<2026.9") as check:
 #: Also used by other modules of `daskserve.cluster`.
 __all__ = ["gather_from_workers", "get_ip", "to_serialize"]
 
-#: Why a worker closes: its stream from the scheduler broke, or the scheduler does not know the worker.
-_STREAM_BROKE = "worker-handle-scheduler-connection-broken"
-_IS_UNKNOWN = "worker-heartbeat-missing"
+#: Why a worker closes: its stream from the scheduler broke, the scheduler does not know the worker, or the
+#: scheduler has removed the worker and tells it to close.
+STREAM_BROKE = "worker-handle-scheduler-connection-broken"
+IS_UNKNOWN = "worker-heartbeat-missing"
+IS_REMOVED = "scheduler-remove-worker"
 
 #: Interval at which to check whether a client has connected again.
 _CONNECTING_S = 0.05
@@ -243,58 +244,14 @@ def scheduler_id(client: Client) -> str | None:
     return None if found is None else str(found)
 
 
-class WorkerOutcome(enum.Enum):
-    """The action of a worker that has lost its scheduler."""
-
-    #: The worker registers again.
-    STAYS = enum.auto()
-    #: The worker closes, and its nanny, if it has one, starts a new one.
-    RESTARTS = enum.auto()
-    #: The worker and its nanny close, as without daskserve.
-    CLOSES = enum.auto()
-
-
-def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[WorkerOutcome]]) -> None:
-    """Set the function that decides how a worker reacts when its connection to the scheduler breaks.
-
-    The function is not called if the scheduler requests that the worker closes.
-    """
-    original = worker.close
-    is_surviving = False
-
-    async def close(
-        timeout: float = 30, executor_wait: bool = True, nanny: bool = True, reason: str = "worker-close"
-    ) -> str | None:
-        nonlocal is_surviving
-        if is_surviving and reason == _IS_UNKNOWN:
-            return None  # a heartbeat from before the loss has reached the next scheduler
-        is_lost = reason == _STREAM_BROKE and is_present(worker) and sys.exception() is None
-        if is_lost and not is_surviving:
-            is_surviving = True
-            try:
-                outcome = await survive()
-            except Exception:
-                await original(timeout, executor_wait, False, reason)
-                raise
-            finally:
-                is_surviving = False
-            if outcome is WorkerOutcome.STAYS:
-                return None
-            if outcome is WorkerOutcome.RESTARTS:
-                executor_wait = nanny = False  # code in its threads may run for a long time
-        return await original(timeout, executor_wait, nanny, reason)
-
-    worker.close = close  # type: ignore[method-assign]
-
-
-def stop_answering_lost_scheduler(worker: Worker) -> None:
-    """Undo `answer_lost_scheduler`; idempotent."""
-    vars(worker).pop("close", None)
-
-
 def is_present(worker: Worker) -> bool:
     """Return whether a worker is neither closing nor closed."""
     return worker.status in (Status.running, Status.paused)
+
+
+def is_retiring(worker: Worker) -> bool:
+    """Return whether the scheduler retires a worker, which is still open."""
+    return bool(worker.status is Status.closing_gracefully)
 
 
 def pause_heartbeat(worker: Worker) -> None:

@@ -137,7 +137,7 @@ class Host:
             self.connection.channels.learn(secret)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
-            self._reconnection.open(self.connection)
+            self._reconnection.open(self.connection, self.retirement.complete)
             setattr(self._worker, HOST_ATTRIBUTE, self)
             self._user_clients = UserClients(
                 self._worker.scheduler.address,
