@@ -26,7 +26,7 @@ class GangSchedulingConfig(Options):
     place: ClassVar[str] = "gang_scheduling_config"
 
     gang_size: int = Field(
-        ge=1, description="Number of replicas of a gang; ``num_replicas`` must be a multiple of it."
+        ge=1, description="Number of replicas in a gang; ``num_replicas`` must be a multiple of it."
     )
     gang_placement_strategy: Literal["PACK", "SPREAD"] = Field(
         "PACK",
@@ -35,8 +35,8 @@ class GangSchedulingConfig(Options):
     )
     runtime_failure_policy: Literal["RESTART_GANG"] = Field(
         "RESTART_GANG",
-        description="What happens when a replica is lost: the others of its gang are killed, and a new gang "
-        "starts.",
+        description="What happens when a replica is lost: the other replicas of its gang are killed, and "
+        "a new gang starts.",
     )
 
     @field_validator("runtime_failure_policy", mode="before")
