@@ -324,7 +324,7 @@ class ActionExecutor:
         return current is not None and (current.worker, current.incarnation) == place
 
     async def close_proxies(self, proxies: Iterable[ProxyRecord], grace_s: float) -> None:
-        """Stop proxies for good, each once its requests have ended, or after the grace period."""
+        """Stop proxies permanently, each once its requests have ended, or after the grace period."""
         closing = (self._stop_proxy(proxy, grace_s) for proxy in proxies if proxy.worker is not None)
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, Exception):

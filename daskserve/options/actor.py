@@ -13,7 +13,8 @@ from daskserve.options.fields.ray_names import INSTEAD
 
 #: Prefix of the resource that names a worker's type of accelerator.
 ACCELERATOR = "accelerator_type:"
-#: The amount of the accelerator's resource that a replica occupies, so that many replicas can share one.
+#: The amount of the accelerator's resource that a replica occupies; it is small, so that many replicas can
+#: share one accelerator.
 ACCELERATOR_SHARE = 0.001
 
 

@@ -379,7 +379,7 @@ class BackendConfig(Options):
     def check_complete(self) -> None:
         """Raise `ValueError` if an option needs another one that is missing.
 
-        Validation does not check this, because several steps may give the options, in any order.
+        Validation does not check this, because options may be given in several calls, in any order.
         """
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise ValueError(

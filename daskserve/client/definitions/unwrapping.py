@@ -14,7 +14,7 @@ def unwrapped(
 ) -> tuple[Deployment, tuple[Any, ...], Mapping[str, Any]]:
     """Return a callable as a deployment, and the arguments of its constructor.
 
-    A deployment keeps its options, and its bound arguments if no others are given.
+    A deployment keeps its options. It keeps its bound arguments only if no others are given.
 
     Raises
     ------

@@ -46,7 +46,7 @@ from daskserve.options.tracing import TracingConfig, checked_tracing
 
 logger = logging.getLogger("daskserve.api")
 
-#: Distinguishes an omitted argument from one that was passed its default.
+#: Distinguishes an omitted argument from one that was passed with the value of its default.
 _UNSET: Any = object()
 
 

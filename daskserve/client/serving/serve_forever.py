@@ -161,7 +161,7 @@ async def _serve(
 
 def print_line(cluster_connection: ClientConnection, line: str) -> None:
     """Print a line with the time of day."""
-    # A program without an output, or with a closed one, goes on serving.
+    # A program whose output is missing or closed keeps serving.
     with suppress(AttributeError, OSError, ValueError):
         sys.stdout.write(f"{datetime.fromtimestamp(cluster_connection.clock.wall()):%H:%M:%S} {line}\n")
         sys.stdout.flush()

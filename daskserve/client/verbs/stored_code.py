@@ -38,9 +38,8 @@ class StoredCode:
         ------
         BadRequestError
             It cannot be unpickled here.
-        NotFoundError
-            The store has lost the code; or the code is large, and the instance, which alone had it, has lost
-            it.
+        NotFoundError The store has lost the code; or the code is large, and the instance that held the only
+        copy has lost it.
         """
         if not self.code:
             raise NotFoundError(

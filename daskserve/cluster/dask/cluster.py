@@ -114,7 +114,8 @@ async def _ask_of_instance(client: Client, verb: str, *, instance: InstanceName,
 
 
 def _lost_scheduler(client: Client, error: OSError) -> Exception:
-    """Return the error of a call during which the scheduler was lost; the same one if it will not return."""
+    """Return the error of a call during which the scheduler was lost; the same error if the scheduler will
+    not return."""
     if isinstance(error, ServeError) or client.status not in ("running", "connecting"):
         return error
     return UnavailableError(f"The scheduler was lost during a call: {error}")

@@ -42,7 +42,7 @@ def without_nanny_defaults(variables: Mapping[str, str], config: Mapping[str, An
     """Return the environment variables without Dask's defaults that ``config`` leaves out.
 
     Dask's nannies set their default variables in the program that starts them, and its later child processes
-    would inherit them. A variable with another value comes from the user, and stays.
+    would inherit them. If the variable has another value, the user has set it, and it is kept.
     """
     defaults = dask.config.get(_PRE_SPAWN, config=dask.config.merge(*dask.config.defaults))
     left_out = {

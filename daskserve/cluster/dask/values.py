@@ -103,7 +103,7 @@ class DaskValues:
             loop = future.client.loop.asyncio_loop
             error = await on_loop(loop, _wait(future, self._scheduler))
             if error is not None:
-                # The error belongs to the future; its traceback must not keep the future.
+                # The error is kept with the future, so its traceback must not keep the future.
                 del future
                 self._futures.clear()
                 try:
@@ -129,7 +129,7 @@ class DaskValues:
 
 
 async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
-    """Return None when a future has a value, or its error; runs on the loop of its client."""
+    """Return None when a future has a value, otherwise its error; runs on the loop of its client."""
     client = await future.client
     found = scheduler_address(client)
     if found != scheduler:

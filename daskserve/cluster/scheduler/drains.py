@@ -12,7 +12,7 @@ from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import InstanceName
 
-#: Longest wait of one call for a draining instance: a call occupies a connection.
+#: Maximum wait of one call for a draining instance, because a call occupies a connection.
 ANSWER_S = 5.0
 #: Time after which the scheduler ends a drained instance, in case the program that shuts it down has died.
 DRAINED_S = 5.0

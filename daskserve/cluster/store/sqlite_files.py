@@ -23,7 +23,7 @@ class FilesWatch:
         self._opened = [_identity(each) for each in self._paths]
 
     def lost(self) -> str:
-        """Return what happened to a file; empty if the files are in place."""
+        """Return what happened to a file; empty if nothing has."""
         for path, opened in zip(self._paths, self._opened, strict=True):
             found = _identity(path)
             if found is None:

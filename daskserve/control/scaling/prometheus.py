@@ -80,7 +80,8 @@ class PrometheusQueries:
             await self._clock.sleep(self._interval_s)
 
     async def refresh(self) -> None:
-        """Poll all expressions concurrently. One that fails keeps its last value; a new error is logged."""
+        """Poll all expressions concurrently. An expression that fails keeps its last value; a new error is
+        logged."""
         await asyncio.gather(*(self._ask(name, text) for name, text in self.queries.items()))
 
     async def _url(self) -> str:

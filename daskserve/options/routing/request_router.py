@@ -141,7 +141,7 @@ class RequestRouterConfig(Options):
         return self
 
     def published(self) -> dict[str, Any] | None:
-        """Return the options that the processes that send requests need; None for the default."""
+        """Return the options that the processes that send requests need; None for the default router."""
         if self.request_router_class == DEFAULT_ROUTER:
             return None
         return {

@@ -221,7 +221,7 @@ class Rounds:
         self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
-        """Process an end or an error that takes the place of an output; return False for a real output."""
+        """Process an end or an error in place of an output; return False if it is a real output."""
         if is_end(result):
             self._end(request)
         elif isinstance(result, BaseException):

@@ -1,7 +1,7 @@
 """A request that is queued at a full replica, as its router sees it.
 
 A request of a batch job may be queued at a replica although that has free slots, which it keeps for live
-requests. Then the request is deferred: the router goes on to send live requests to that replica.
+requests. Then the request is deferred: the router continues to send live requests to that replica.
 
 `daskserve.data.replica.requests.slots` is the replica's side.
 """

@@ -6,7 +6,7 @@ no byte of the response has been sent. The caller never gets two responses.
 
 A request that had not begun is retried whatever its method. A channel may already have read the first message
 of its body, so the retry sends that message again. A body in one message is in the sender's memory in any
-case, so it is kept whatever its size.
+case, so it is kept regardless of its size.
 """
 
 from __future__ import annotations

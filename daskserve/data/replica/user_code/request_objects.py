@@ -267,12 +267,11 @@ async def _awaited(value: Any) -> Any:
 
 
 def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the one argument of a classic backend for ``handle.remote(body=None, /, **kwargs)``.
+    """Return the only argument of a classic backend for ``handle.remote(body=None, /, **kwargs)``.
 
     Raises
     ------
-    TypeError
-        There are several positional arguments, but a request has one body.
+    TypeError There are several positional arguments, but a request has only one body.
     """
     if len(args) > 1:
         raise TypeError(
@@ -296,7 +295,7 @@ def request_id_of(head: Mapping[str, Any]) -> str:
 
 
 async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
-    """Return the whole body of a request; None if the client left before it was complete."""
+    """Return the whole body of a request; None if the client disconnected before it was complete."""
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))
