@@ -174,7 +174,7 @@ class ProxyActor:
         return self._with_children(counts)
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        raise BadRequestError("A proxy takes its requests over HTTP.")
+        raise BadRequestError("A proxy accepts requests only over HTTP.")
 
     @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:

@@ -227,8 +227,9 @@ class AutoscalingConfig(Options):
         least, most = share_of(self.min_replicas, None, unit), self.max_replicas // unit * unit
         if not 0 < most >= least:
             raise ValueError(
-                f"no multiple_of={unit} lies between min_replicas={self.min_replicas} and max_replicas="
-                f"{self.max_replicas}; make max_replicas {max(least, unit)} or more, or lower multiple_of"
+                f"no multiple of multiple_of={unit} lies between min_replicas={self.min_replicas} and "
+                f"max_replicas={self.max_replicas}; make max_replicas {max(least, unit)} or more, or "
+                "lower multiple_of"
             )
         first = self.initial_replicas
         if first is not None and not self.min_replicas <= first <= self.max_replicas:

@@ -203,7 +203,7 @@ def _python(value: Any) -> str:
         return CondaEnv(text).name
     if not (os.path.isabs(text) or text.startswith("~")):
         raise BadRequestError(
-            f"env must be an absolute path, because each worker looks it up for itself; got {text!r}"
+            f"env must be an absolute path, because each worker resolves it separately; got {text!r}"
         )
     return text
 

@@ -96,7 +96,7 @@ def check_covered(bundles: Sequence[Mapping[str, float]] | None, options: ActorO
     for name, amount in options.demand().items():
         if amount > bundles[0].get(name, 0):
             raise ValueError(
-                f"placement_group_bundles[0] is {dict(bundles[0])!r}, and the replica, which runs in it, "
-                f"needs {shown(amount)} of {name!r} by its actor_options; add it to the first bundle, or "
-                "ask for less in actor_options"
+                f"placement_group_bundles[0] is {dict(bundles[0])!r}, but the replica runs in it and its "
+                f"actor_options need {shown(amount)} of {name!r}; increase the first bundle, or reduce "
+                "actor_options"
             )

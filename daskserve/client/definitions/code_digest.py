@@ -75,7 +75,7 @@ def code_digest(
     classes
         The classes in the pickle.
     aliases
-        Strings to read as other strings.
+        Strings in the pickle, and the strings that replace them for the digest.
     """
     digest = hashlib.sha256()
     pickled = bytes(parts[0])

@@ -25,7 +25,7 @@ def unwrapped(
     if isinstance(definition, Application):
         if has_arguments:
             raise BadRequestError(
-                f"{definition!r} is bound to its arguments already; pass {name!r} arguments only there."
+                f"{definition!r} already has the arguments of its bind(); pass no further ones with {name!r}."
             )
         init_args, init_kwargs = definition.args, definition.kwargs
         definition = definition.deployment

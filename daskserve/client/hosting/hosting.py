@@ -260,7 +260,7 @@ class _Hosting:
             expected[name], is_own = await self._found(name)
             if expected[name] and not is_own:
                 raise AlreadyRegisteredError(
-                    f"Another program has deployed application {name!r}; its version stays."
+                    f"Another program has deployed application {name!r}, and its version keeps running."
                 )
         self._changing.update(_requests(built).values())
         try:

@@ -151,8 +151,7 @@ async def _serve(
             was_open = cluster_connection.is_open
         raise ClusterUnreachableError(
             f"The connection to the Dask scheduler {cluster_connection.scheduler_address} was lost. "
-            "What other programs "
-            "started there is not affected."
+            "Applications of other programs are not affected."
         )
     finally:
         if reporting is not None and cluster_connection.is_open:

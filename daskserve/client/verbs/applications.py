@@ -181,8 +181,8 @@ class ApplicationVerbs(HandleVerbs):
         replica = current_replica.get()
         if app_name is None and replica is None:
             raise BadRequestError(
-                f"Name the application of deployment {deployment_name!r}: only replicas belong to one. Pass "
-                "app_name=..."
+                f"The application of deployment {deployment_name!r} is missing; pass app_name=... "
+                "(only code in a replica has a default, its own application)."
             )
         name = replica.app_name if app_name is None and replica is not None else str(app_name)
         try:

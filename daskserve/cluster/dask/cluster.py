@@ -299,8 +299,8 @@ class DaskCluster(ProcessView):
                 if self.resumed_at is None or self.clock.now() > self.resumed_at + RECONNECT_S:
                     raise
                 raise UnavailableError(
-                    f"Instance {self.instance!r} is coming back: its scheduler was replaced, and does not "
-                    "know it yet."
+                    f"Instance {self.instance!r} is reconnecting: its scheduler was replaced, and the new "
+                    "one does not know it yet."
                 ) from error
             except OSError as error:
                 raise _lost_scheduler(self._client, error) from error

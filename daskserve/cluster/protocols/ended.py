@@ -17,6 +17,6 @@ def ended_error() -> ClosedError:
 def forked_error(hint: str) -> ClusterUnreachableError:
     """Return the error for a call on a connection of the process from which this one was forked."""
     return ClusterUnreachableError(
-        "This process was forked, and has no connection of its own: the one that it has inherited works "
-        f"only in the process that made it. {hint}"
+        "This process was forked, and the connection that it has inherited works only in its parent process. "
+        f"{hint}"
     )

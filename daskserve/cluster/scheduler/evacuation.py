@@ -26,8 +26,8 @@ logger = logging.getLogger("daskserve.supervisor")
 
 #: How long a retiring worker waits until its actors are replaced elsewhere, besides the time of its requests.
 EVACUATION_S = 60.0
-#: Minimum share of the time of a worker that got SIGTERM for replacing its actors elsewhere. The remaining
-#: time is for its requests.
+#: When a worker gets SIGTERM, the minimum share of its remaining time in which its actors are replaced
+#: elsewhere. The rest is for its requests.
 REPLACING_SHARE = 0.25
 #: Delay before the controllers are notified, because a host that shuts down sends SIGTERM to several workers.
 TOGETHER_S = 0.05

@@ -288,7 +288,7 @@ class FsspecStore(BlockingStore):
             known = 0 if self._journal is None else self._journal.numbers.get(epoch, 0)
             journal = Journal.of(Position(epoch, 1 + max([known, *numbers])), records)
             if not self._write_snapshot(journal):
-                raise StoreUnavailableError(f"The store {self.url} lost what was written to it; try again.")
+                raise StoreUnavailableError(f"The store {self.url} has lost the last write; try again.")
             self._journal, self._seen_epoch, self._has_epoch = journal, epoch, True
             self.problems.check_place(self._lost(journal), must_last=True)
 

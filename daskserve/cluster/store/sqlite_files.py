@@ -81,8 +81,8 @@ def check_not_empty(url: str, path: Path) -> None:
     """Raise `StoreIncompleteError` for a file of 0 bytes, which SQLite would treat as a new database."""
     if size_of(path) == 0:
         raise StoreIncompleteError(
-            f"The store {url} cannot be used: the file {path} is empty, which a store never is. If it had "
-            "records, restore a backup; for a new store, remove the file first."
+            f"The store {url} cannot be used: the file {path} is empty. If it had records, "
+            "restore a backup; for a new store, remove the file first."
         )
 
 

@@ -267,6 +267,6 @@ def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> Ser
             f"The change of {what} made no progress for {limit} s (daskserve.timeouts.change-s)."
         )
     return RequestTimeoutError(
-        f"{capitalized(what)} did not get to {counted(backend.needed_replicas, 'running replica')} within "
-        f"{limit} s. Pass a larger timeout_s, or none to wait as long as the change makes progress."
+        f"{capitalized(what)} did not reach {counted(backend.needed_replicas, 'running replica')} within "
+        f"{limit} s. Pass a larger timeout_s, or omit it to wait as long as the change makes progress."
     )

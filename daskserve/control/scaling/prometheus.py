@@ -119,7 +119,7 @@ def value_of(body: bytes) -> float:
     try:
         answer: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise ValueError("the answer is not JSON; check that the address is a Prometheus server's") from None
+        raise ValueError("the answer is not JSON; check that a Prometheus server has this address") from None
     if not isinstance(answer, dict) or answer.get("status") != "success":
         said = answer.get("error") if isinstance(answer, dict) else None
         raise ValueError(f"Prometheus refused the query: {said or 'no reason given'}")

@@ -137,7 +137,7 @@ class DurableAdapter(TaskProcessorAdapter):
         if task is None or (task.has_ended and task.expires_at <= time_of_day()):
             raise NotFoundError(
                 f"Queue {self._name!r} has no task with the id {task_id!r:.200}: it was never submitted, or "
-                "it ended so long ago that it is forgotten."
+                "it ended so long ago that it was removed."
             )
         return task
 

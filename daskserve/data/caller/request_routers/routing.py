@@ -259,7 +259,7 @@ class RequestRouting:
             best, least = None, 0.0
             for each in rank:
                 if type(each) is not RunningReplica:
-                    raise RouterError("answer", f"chose {each!r:.120}, which is no replica")
+                    raise RouterError("answer", f"chose {each!r:.120}, which is not a replica")
                 known = self._known.get(each._entry.tag)  # a router may return copies
                 if known is None:
                     continue  # the replica has stopped in the meantime

@@ -253,7 +253,7 @@ class ServeRequest:
         if not isinstance(self._data, dict):
             raise ServeError(
                 f"request.{method}() needs a dict, but the handle was called with a "
-                f"{type(self._data).__name__}; request.body() returns any object."
+                f"{type(self._data).__name__}; request.body() returns that value."
             )
         return self._data
 
