@@ -170,7 +170,7 @@ def restore(
 
 
 def repair(url: str) -> list[str]:
-    """Accept a store as complete, and return the records that are lost finally.
+    """Accept a store as complete, and return the records that are lost permanently.
 
     Damaged records stay set aside. Call this only if there is no backup, after copying all files of the
     store.

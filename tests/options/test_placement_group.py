@@ -56,11 +56,11 @@ class Model:
         ),
         (
             {"placement_group_bundles": BUNDLES, "actor_options": {"num_cpus": 2}},
-            "needs 2 of 'CPU' by its actor_options; add it to the first bundle",
+            "need 2 of 'CPU'; increase the first bundle",
         ),
         (
             {"placement_group_bundles": BUNDLES, "ray_actor_options": {"resources": {"license": 1}}},
-            "needs 1 of 'license'",
+            "need 1 of 'license'",
         ),
         (
             {"ray_actor_options": {"placement_group_bundles": BUNDLES}},
@@ -83,7 +83,7 @@ def test_a_bundle_that_covers_the_replica_is_allowed_and_later_changes_are_check
     )(Model)
     assert made.config.placement_group_bundles == BUNDLES
     assert made.config.strategy == "SPREAD"
-    with pytest.raises(ValueError, match="needs 1 of 'GPU'"):
+    with pytest.raises(ValueError, match="need 1 of 'GPU'"):
         made.options(ray_actor_options={"num_gpus": 1})
     with pytest.raises(ValueError, match="is given without placement_group_bundles"):
         made.options(placement_group_bundles=None).bind()

@@ -82,7 +82,7 @@ class TaskAdmin:
         self._adapter.retry_task_sync(id)
 
     def requeue(self) -> list[str]:
-        """Queue again all tasks that failed finally or could not be run; return their ids.
+        """Queue again all tasks that failed permanently or could not be run; return their ids.
 
         Each task is queued once. Tasks that end after the call has begun are not queued again, even if they
         fail again. The same holds for tasks that other programs change during the call.

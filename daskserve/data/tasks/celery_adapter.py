@@ -256,7 +256,7 @@ class _Letters:
         self._config, self._app = config, app
 
     def failed(self, name: str, exc: Exception, id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Send the dead letter of a task that has failed finally."""
+        """Send the dead letter of a task that has failed permanently."""
         parts = [id, str(exc), list(args), dict(kwargs), str(einfo)]
         self._send(name, self._config.failed_task_queue_name, parts)
 

@@ -276,7 +276,7 @@ class TaskConsumer:
         self._has_ended.set()
 
     def _letter(self, task: Task) -> Task | None:
-        """Return the dead letter of a task that has failed finally, if the queue has dead letters."""
+        """Return the dead letter of a task that has failed permanently, if the queue has dead letters."""
         config = self._config
         names = {
             TaskState.FAILED: ("failed", config.failed_task_queue_name),
@@ -287,7 +287,7 @@ class TaskConsumer:
             return None
         payload = dead_letter(kind, task.id, task.name, task.payload, task.error)
         now = task.ended_at
-        # A task that is retried may fail finally a second time, and other queues may have a task with this
+        # A retried task may fail permanently a second time, and other queues may have a task with this
         # id.
         id = f"{task.id}#{self._rng.getrandbits(64):016x}"
         return Task(id, queue, task.name, payload, now, now)

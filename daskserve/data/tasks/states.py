@@ -190,7 +190,7 @@ def done(task: Task, result: bytes, now: float, rules: RetryRules) -> Task:
 def failed(
     task: Task, error: str, now: float, chance: float, rules: RetryRules, *, is_final: bool = False
 ) -> Task:
-    """Return the task after a failed attempt: waiting for a retry, or failed finally."""
+    """Return the task after a failed attempt: waiting for a retry, or failed permanently."""
     if task.is_cancelled:
         return stopped(task, now, rules)
     retries = task.retries + 1

@@ -33,7 +33,7 @@ from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
 
-#: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
+#: Total time that a request waits in the queues of replicas. Each replica gets an equal share, but at
 #: least `MIN_QUEUE_TIMEOUT_S`. Then the request moves to another replica.
 QUEUE_TIMEOUT_S = 0.5
 MIN_QUEUE_TIMEOUT_S = 0.025
