@@ -25,7 +25,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from daskserve.cluster.actors.draining import drain
+from daskserve.cluster.actors.instance_drain import drain
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.local.network import LocalNetwork

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.actors.draining import drain
+from daskserve.cluster.actors.instance_drain import drain
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import InstanceName

@@ -16,9 +16,9 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs, progress, rollout_steps
-from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica, grace_of
 from daskserve.control.backend.deaths import keep_deaths
-from daskserve.control.backend.inputs import Step, StepInputs, grace_of, replica_tag, unplaced
+from daskserve.control.backend.inputs import Step, StepInputs, replica_tag, unplaced
 from daskserve.control.backend.ranks import all_ranks_known, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
