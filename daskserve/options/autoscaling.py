@@ -136,8 +136,8 @@ class AutoscalingConfig(Options):
         0.1,
         ge=0,
         lt=1,
-        description="Relative difference between the load and the target load of the current replicas up "
-        "to which their number stays the same.",
+        description="Relative difference between the load and the target load of the current replicas "
+        "within which their number does not change.",
     )
     max_upscale_factor: float | None = Field(
         None,

@@ -152,7 +152,7 @@ class DaskTask:
         if stopwatch() - max(watch.last_back, self._since) < stall_s:
             return False
         watch.last_back = stopwatch()  # resets the stall time, so that tasks secede one at a time
-        if is_blocking:  # similar tasks replace those that secede, so more than one must
+        if is_blocking:  # similar tasks replace the ones that secede, so several must secede
             watch.extra = 2 * watch.extra + 1
         return True
 

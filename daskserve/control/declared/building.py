@@ -207,7 +207,7 @@ class Building:
         #: How often in a row the result of each application could not be written.
         self._unwritten: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
-        #: Why applications wait, for the status.
+        #: The reasons why applications wait, which the status shows.
         self.waiting: dict[str, str] = {}
         #: Built applications that wait until another declared application gives up their route.
         self._ready: dict[str, tuple[ConfigRecord, ApplicationSpec]] = {}
