@@ -229,7 +229,7 @@ EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
 class Reachability(enum.StrEnum):
-    """How a process reaches a worker: directly, or through the scheduler, or not at all."""
+    """How a process reaches a worker: directly, through the scheduler, or not at all."""
 
     DIRECT = "direct"
     SCHEDULER = "scheduler"

@@ -162,7 +162,7 @@ class ActionExecutor:
         if ("start", replica.tag) in self._tasks or replica.tag in self._observed.ready:
             return
         try:
-            # Before the task begins, because the config may be newer than the replica's record by then.
+            # Before the task begins, because the config may then be newer than the replica's record.
             spec = self._replica_spec(replica)
         except (CodeLoadError, InstanceError) as error:
             self._observed.failed[replica.tag] = error

@@ -184,7 +184,7 @@ class DaskConnection:
         """Return this process's view of an instance, created on first use and again once it has ended."""
         known = self._clusters.get(instance)
         if known is not None and known.is_ended:
-            # Another instance of that name may run by now. The old view, which handles may hold, must
+            # Another instance of that name may run now. The old view, which handles may hold, must
             # unsubscribe from the topic before the new one subscribes.
             self.loop.call_soon_threadsafe(self.spawn, known.close())
         if known is None or known.is_ended:

@@ -155,7 +155,7 @@ class ReconnectingInstances:
         name = start["instance"]
         if name in self._instances:
             running = self._instances[name]
-            # Without a controller, the supervisor tries again, and the actors serve on.
+            # Without a controller, the supervisor tries again, and the actors keep serving.
             return running.controller is not None or (running.has_begun.is_set() and not running.is_ending)
         if name in self._failures:
             self._failures[name].until = asyncio.get_running_loop().time() + ASKED_S

@@ -27,8 +27,7 @@ def read_journal(url: str, folder: Folder, *, keeps_copies: bool = True) -> tupl
 
     Raises
     ------
-    StoreUnavailableError
-        Other processes compact it again and again.
+    StoreUnavailableError Other processes compact it repeatedly.
     """
     for _ in range(ATTEMPTS):
         snapshots = positions_in(folder, "snapshot")

@@ -269,7 +269,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return early_start is not None and not self._tasks and early_start.has_all(self.queued())
 
     def _due_at(self, first: BatchEntry[ItemT, ResultT]) -> float:
-        """Return when a batch with this first item runs, whatever its size."""
+        """Return when a batch with this first item runs, regardless of its size."""
         limits = self._limits
         began = max(first.added_at, self._ended_at) if limits.restarts_wait else first.added_at
         return began + limits.wait_s

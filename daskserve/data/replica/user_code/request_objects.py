@@ -238,7 +238,7 @@ class ServeRequest:
         return QueryParams(self._kwargs)
 
     def body(self) -> Any:
-        """Return the object given to ``remote()``, whatever it is."""
+        """Return the object that was given to ``remote()``, of any type."""
         return _value_or_awaitable(self._data)
 
     def json(self) -> Any:

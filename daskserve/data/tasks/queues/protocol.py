@@ -1,4 +1,4 @@
-"""The interface of queues of tasks, whatever stores the tasks."""
+"""The interface of queues of tasks, independent of where the tasks are stored."""
 
 from __future__ import annotations
 
