@@ -76,10 +76,10 @@ async def _run(
     external_scaler_enabled : bool
         Whether programs may set the number of replicas of the application's deployments; see `scale`.
     logging_config : LoggingConfig or dict, optional
-        How the deployments of the application log, unless they say so themselves.
+        How the deployments of the application log, unless they have their own logging options.
     local : bool
         Whether to run it in this process, without a cluster, HTTP or child processes: one replica of each
-        deployment, whatever its options say about replicas, resources and environments. Such an application
+        deployment, regardless of its options for replicas, resources and environments. Such an application
         starts in milliseconds. It is meant for tests. ``_local_testing_mode`` is an alias.
     _blocking : bool
         With False, return as soon as the change is accepted, as in Ray Serve; `status` shows the progress.

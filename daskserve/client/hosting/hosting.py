@@ -84,7 +84,7 @@ async def _host(
     address
         The Dask scheduler to use; without one, a local cluster is started.
     report
-        Is called with a line for each thing that is started.
+        Called with a line for each part that is started.
     reread
         Returns the source again, once a file has changed.
     tracing_config

@@ -42,7 +42,8 @@ class InstanceConnection:
     Parameters
     ----------
     is_guest
-        Whether the program only connects to the instance, which then stays when the client's block ends.
+        Whether the program only connects to the instance, so that the instance keeps running when the
+        client's block ends.
     """
 
     def __init__(

@@ -200,8 +200,8 @@ class Status(FromPlain):
         Stored records that could not be read, each with the reason; the key ``store`` has a problem of the
         whole store.
     links : dict
-        Where the instance can be looked at in a browser: its ``page``, its ``panels``, and ``Dask``'s
-        dashboard; empty if the scheduler has no HTTP server.
+        The addresses of pages about the instance: its ``page``, its ``panels``, and ``Dask``'s dashboard;
+        empty if the scheduler has no HTTP server.
     """
 
     instance: str = ""

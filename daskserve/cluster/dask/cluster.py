@@ -100,8 +100,8 @@ async def _ask_of_instance(client: Client, verb: str, *, instance: InstanceName,
     Raises
     ------
     UnavailableError
-        The scheduler was lost, or another one does not know the instance, or not yet. So the caller looks for
-        the controller again, which shows whether the instance has ended.
+        The scheduler was lost, or its successor does not know the instance, perhaps only for a moment. So the
+        caller looks for the controller again, which shows whether the instance has ended.
     """
     try:
         return await ask_supervisor(client, verb, instance=instance, **message)

@@ -167,7 +167,7 @@ class BlockingStore(Protocol):
         Parameters
         ----------
         after
-            Claim only the epoch after this one. None claims the next epoch, whatever the newest is.
+            Claim only the epoch after this one. None: claim the next epoch without this condition.
         owner
             The instance that claims it, as a part of a file name; empty for none.
 

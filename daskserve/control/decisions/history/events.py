@@ -73,7 +73,7 @@ def events_of(state: State, change: Change, causes: Mapping[str, str], *, wall: 
     Parameters
     ----------
     causes : dict
-        Why a record changes, by its key, where the records do not say so.
+        The reasons for changes of records, by key, if the records themselves do not contain them.
     number : int
         The smallest possible number of the first event.
     """
