@@ -31,7 +31,7 @@ _INFO = struct.Struct("=24x I 28x I 60x Q 16x I")
 class AckProgress:
     """Measures how long the other kernel has acknowledged nothing, over successive checks of a connection.
 
-    Pure: ``struct tcp_info`` and the time are arguments.
+    ``struct tcp_info`` and the time are arguments, so that tests can choose them.
     """
 
     def __init__(self, now: float) -> None:
