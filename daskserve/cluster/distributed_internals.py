@@ -71,7 +71,7 @@ with needs("dask", ">=2025.1,<2026.9") as check:
 #: Also used by other modules of `daskserve.cluster`.
 __all__ = ["gather_from_workers", "get_ip", "to_serialize"]
 
-#: Why a worker closes: its stream from the scheduler broke, the scheduler does not know the worker, or the
+#: Why a worker closes: its connection to the scheduler broke, the scheduler does not know the worker, or the
 #: scheduler has removed the worker and tells it to close.
 STREAM_BROKE = "worker-handle-scheduler-connection-broken"
 IS_UNKNOWN = "worker-heartbeat-missing"
@@ -103,7 +103,7 @@ def is_asynchronous(client: Client) -> bool:
 
 
 def leave_folders() -> None:
-    """In a forked process: leave the temporary folders of Dask's servers to the parent, which has these."""
+    """In a forked process: leave Dask's temporary folders to the parent, whose servers use them."""
     detach_finalizers(WorkDir._finalize)
 
 
@@ -117,10 +117,11 @@ def release_loop(closed: Client | Cluster) -> None:
     """Release the event loop of a closed client or cluster; idempotent.
 
     Dask counts the clients and clusters that use a loop of its own, and ends the loop's thread with the last
-    one. Its clients count themselves when they start. They do not when they close, if they are asynchronous,
-    or after ``shutdown``.
+    one. Its clients count themselves when they start. They do not do so when they close, if they are
+    asynchronous, or after ``shutdown``.
     """
-    # A thread cannot wait for its own end, so the last user on the loop itself only asks the loop to end.
+    # A thread cannot wait for its own end, so if the last user is on the loop itself, it only requests the
+    # end of the loop.
     with suppress(RuntimeError):
         closed._loop_runner.stop()
 
@@ -139,7 +140,7 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
 
 async def until_connected(client: Client) -> None:
     """Return once a client is connected or connected again; raise `OSError` if it is closed."""
-    # Dask keeps trying to reach a dead scheduler long after another one has replaced it.
+    # Dask keeps trying to reach a dead scheduler even after another one has replaced it.
     while client.status in ("newly-created", "connecting"):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
@@ -149,7 +150,7 @@ async def until_connected(client: Client) -> None:
 def desire_keys(client: Client, keys: list[Any]) -> None:
     """Subscribe a client to tasks of other clients; the scheduler keeps their results for it.
 
-    This ends when the client has no futures of these keys any more.
+    The subscription ends when the client has no futures of these keys any more.
     """
     client._send_to_scheduler({"op": "client-desires-keys", "keys": keys, "client": client.id})
 
@@ -158,7 +159,7 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
     """Call a function on the client's event loop once the client is closed."""
 
     async def follow() -> None:
-        with suppress(Exception):  # code that uses the client sees why it could not connect
+        with suppress(Exception):  # code that uses the client gets the reason why it could not connect
             await client
         # This task listens to the scheduler. It ends when the client is closed, and only then.
         listening = client._handle_report_task or asyncio.ensure_future(asyncio.sleep(0))
@@ -168,7 +169,7 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
 
 
 class _BeforeClose:
-    """Replaces a client's preload scripts, which end before anything else when the client closes."""
+    """Replaces a client's preload scripts, which are the first to end when the client closes."""
 
     def __init__(self, preloads: Any, function: Callable[[], Awaitable[None]]) -> None:
         self.start = preloads.start
@@ -234,7 +235,7 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
-    # Dask logs every error that ends this method, even the one that says that the client was closed.
+    # Dask logs every error that ends this method, even if the error only says that the client was closed.
     client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 

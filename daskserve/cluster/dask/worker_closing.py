@@ -25,7 +25,6 @@ from daskserve.cluster.distributed_internals import (
     pause_heartbeat,
 )
 
-
 #: Why a worker closes that its scheduler has removed: any of these may come first.
 _REMOVED = (IS_REMOVED, IS_UNKNOWN, STREAM_BROKE)
 

@@ -60,7 +60,7 @@ def current_host() -> Host:
 
 
 def is_own_process(worker: Worker) -> bool:
-    """Return whether a worker has its process to itself; call this on the worker's loop.
+    """Return whether a worker's process belongs to it alone; call this on the worker's loop.
 
     The workers of ``LocalCluster(processes=False)`` live in the user's process.
     """

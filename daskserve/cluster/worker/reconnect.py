@@ -127,7 +127,7 @@ class Reconnection:
         return True
 
     async def _next_scheduler(self, address: str, lost_id: str | None) -> str:
-        """Return the id of the next scheduler at an address, or of the lost one if it is still there."""
+        """Return the id of the next scheduler at an address, or of the lost one if it still answers there."""
         clock = self._connection.clock
         closes_until = clock.now() + CLOSES_S
         while True:
@@ -154,7 +154,7 @@ class Reconnection:
         return found
 
     async def _bring_back(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> None:
-        """Ask the scheduler for an instance until it runs there; end it here if it does not come back."""
+        """Ask the scheduler for an instance until it runs there; end it here if that does not happen."""
         deadline = self._connection.clock.now() + self._grace_s
         while instance in self.starts and not await self._ask(instance, left):
             if self._connection.clock.now() > deadline:

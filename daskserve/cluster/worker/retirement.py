@@ -104,7 +104,8 @@ class Retirement:
         await self._depart()
 
     async def _depart(self) -> None:
-        """Refuse requests until all routers know that this worker ends; they send refused ones elsewhere."""
+        """Refuse requests until all routers know that this worker ends; they send refused requests to other
+        workers."""
         try:
             async with asyncio.timeout(NEWS_S):
                 await ask_from_worker(self._worker, "depart", worker=self._worker.address)
