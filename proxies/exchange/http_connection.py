@@ -22,7 +22,7 @@ from daskserve.proxies.exchange.request.chunks import ChunkReader
 from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import can_detect_disconnects, duplicate
-from daskserve.proxies.exchange.taken_connection import TakenConnection
+from daskserve.proxies.exchange.taken_connection import RecordingProtocol, TakenConnection
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -82,6 +82,7 @@ class HTTPConnection(Connection):
         self.is_made = True
         if self.taken is not None:
             self.stream.on_lost = self.taken.end
+            self._receive()
         self._on_made()
         if self._rest:
             # Later, because a transport cannot pause reading yet. New data is added to these bytes.
@@ -90,11 +91,11 @@ class HTTPConnection(Connection):
     def data_received(self, data: bytes) -> None:
         if self._drops_data:
             return
+        self._rest = self._rest + data if self._rest else data
         if (taken := self.taken) is not None:
+            taken.passed += len(data)
             if taken.is_unsent and not self._is_busy:
                 _note_sent(self, taken)
-            taken.add(data)
-        self._rest = self._rest + data if self._rest else data
         self._read_on()
 
     def eof_received(self) -> bool:
@@ -147,6 +148,14 @@ class HTTPConnection(Connection):
     def give_back(self) -> bool:
         return _give_back(self)
 
+    def note_answer(self, size_bytes: int) -> None:
+        if self.taken is None:
+            return
+        if self.stream.writing():
+            self.taken.fix()
+        else:
+            self.taken.answer(self.stream.sent_bytes, size_bytes, len(self._rest))
+
     def close_when_sent(self) -> None:
         if self._rest and not self._drops_data and not self._has_ended:
             self.lingering_close()  # there may be more
@@ -185,6 +194,16 @@ class HTTPConnection(Connection):
         self.stream.take_over()
 
     # ---- reading
+
+    def _receive(self) -> None:
+        """Receive data as an HTTP request; into its record if a proxy has given the connection."""
+        taken = self.taken
+        if taken is None or self.server_state.tls is not None:
+            self._transport.set_protocol(self)
+        elif (record_to := getattr(self._transport, "record_to", None)) is not None:  # a `TornadoTransport`
+            record_to(taken)
+        else:
+            self._transport.set_protocol(RecordingProtocol(self, taken))
 
     def _read_on(self) -> None:
         """Read the received data, until a request has to wait or the buffer of a body is full."""
@@ -281,21 +300,22 @@ class HTTPConnection(Connection):
             self._is_read = True
             exchange.finish()
         elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
-            if self.taken is not None:
-                self.taken.fix()
             self._transport.set_protocol(
                 BufferedBodyProtocol(self, exchange.body, self._left, self._note_filled)
             )
 
     def _note_filled(self, size_bytes: int) -> None:
         self._left -= size_bytes
+        if self.taken is not None:
+            self.taken.note_received(size_bytes, is_recorded=False)
+            self.taken.passed += size_bytes
         is_ended, exchange = not self._left, self.exchange
         if exchange is None or self._drops_data:  # the connection ends
-            self._transport.set_protocol(self)
+            self._receive()
             return
         exchange.body_filled(size_bytes, is_last=is_ended)
         if is_ended or not exchange.body.takes_room:
-            self._transport.set_protocol(self)
+            self._receive()
         if is_ended and not self._drops_data:
             self._is_read = True
             exchange.finish()
@@ -329,7 +349,7 @@ def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
     """Let the connection move again if its last response is sent; otherwise a move would cut the response."""
     if not self.stream.writing() and self.stream.can_move():
         taken.is_unsent = False
-        taken.finish(self._rest)
+        taken.finish(len(self._rest))
 
 
 def give_back_idle(self: HTTPConnection) -> bool:
@@ -348,14 +368,6 @@ def _give_back(self: HTTPConnection) -> bool:
     taken = self.taken
     if taken is None or not taken.can_move() or not self.stream.can_move() or self.stream.writing():
         return False
-    unread = self.stream.take_unread()
-    if unread:
-        self._rest += unread
-        taken.add(unread)
-        if not taken.can_move():
-            self.stream.resume_reading()
-            asyncio.get_running_loop().call_soon(self._read_on)
-            return False
     taken.give_back()
     _leave(self)
     return True

@@ -10,7 +10,7 @@ slots in a `daskserve.loops.connection_table.ConnectionTable`::
                                      <-------   slot + `GIVE_BACK`: it is given back
 
 A connection that comes back continues at another process, with the bytes in its record. The connections of
-a child that has ended do so, too. Only those whose response had begun are closed.
+a child that has ended do so, too. Only those of which a part of a response was sent are closed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from daskserve.loops.connection_table import (
     MovedConnection,
     receive_message,
 )
+from daskserve.loops.tcp_counts import Transferred, transferred
 
 #: Interval at which the proxy checks whether a child has taken its connections; how long a child may take
 #: none of them; and how long it then gets no more.
@@ -46,6 +47,8 @@ class _Given:
 
     sock: socket.socket
     stays: bool
+    #: What had been read and written before.
+    before: Transferred | None
 
 
 class GivenConnections:
@@ -104,13 +107,14 @@ class GivenConnections:
         assert self._loop is not None
         slot = self._free.pop()
         self._table.reset(slot)
+        before = transferred(moved.sock)
         try:
             socket.send_fds(self._ours, [SLOT_NUMBER.pack(slot)], [moved.sock.fileno()])
         except OSError:  # the child has ended, or takes no messages
             self._free.append(slot)
             self._blocked_until = self._loop.time() + BLOCKED_S
             return False
-        self._given[slot] = _Given(moved.sock, moved.stays)
+        self._given[slot] = _Given(moved.sock, moved.stays, before)
         self._untaken[slot] = self._loop.time()
         if self._check is None:
             self._check = self._loop.call_later(CHECK_S, self._find_untaken)
@@ -192,10 +196,13 @@ class GivenConnections:
         return found
 
     def _come_back(self, slot: int, lost: LostAttempt | None = None) -> None:
-        state, received = self._table.state(slot), self._table.received(slot)
         found = self._pop(slot)
         if found is None:
             return
+        counts = None
+        if lost is not None and found.before is not None and (now := transferred(found.sock)) is not None:
+            counts = now.since(found.before)
+        state, received = self._table.read(slot, counts)
         if state == ConnectionState.FIXED:
             found.sock.close()
             return
