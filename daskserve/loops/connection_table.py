@@ -5,9 +5,9 @@ connection, the taker records what it has received and not answered yet. So the 
 connection when the taker gives it back, and even when the taker was killed: the kernel keeps the memory and
 the connection.
 
-Each connection has a slot of `SLOT_BYTES`: its state, some numbers, and the recorded bytes. The taker receives
-data directly into its slot, so none is lost if the taker is killed before it has recorded how much. The kernel
-knows how much that was, and whether a response was sent: see `daskserve.loops.tcp_counts`.
+Each connection has a slot of `SLOT_BYTES`: its state, some numbers, and the recorded bytes. The taker
+receives data directly into its slot, so none is lost if the taker is killed before it has recorded how much.
+The kernel knows how much that was, and whether a response was sent: see `daskserve.loops.tcp_counts`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from daskserve.loops.tcp_counts import Transferred
 
 #: Size of a slot. A request that needs more cannot move, so it is lost with its process.
 SLOT_BYTES = 16 * 1024
-#: The state; the number of recorded bytes, and of bytes received before them; and for a response, its size, or
-#: 0 if that is not known, and the numbers of bytes received up to the end of its request and sent before it.
+#: The state; the number of recorded bytes, and of bytes received before them; and for a response, its size,
+#: or 0 if that is not known, and the numbers of bytes received up to the end of its request and sent before.
 _HEAD = struct.Struct("<B3xIQIQQ")
 _RECEIVED, _RECEIVED_AT = struct.Struct("<IQ"), 4
 _LENGTH = struct.Struct("<I")

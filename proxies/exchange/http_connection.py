@@ -72,7 +72,6 @@ class HTTPConnection(Connection):
         self._drops_data = False  # further data is dropped
         self._has_ended = False  # the client has ended its side of the connection
         self._linger: asyncio.TimerHandle | None = None
-        self._has_left = False  # another process continues with the connection
 
     # ---- called by the transport
 
@@ -117,7 +116,7 @@ class HTTPConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._drops_data = True
         self._rest = b""
-        if self.taken is not None and not self._has_left:
+        if self.taken is not None:
             self.taken.shut_down()  # closing this copy would not end the connection
         if self._linger is not None:
             self._linger.cancel()
@@ -352,12 +351,16 @@ def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
         taken.finish(len(self._rest))
 
 
-def give_back_idle(self: HTTPConnection) -> bool:
-    """Give a connection back to the proxy unless it has a request; return whether it was given back."""
+def give_back_idle(self: HTTPConnection, again_s: float = 0.0) -> bool:
+    """Give a connection back to the proxy unless it has a request; return whether it was given back.
+
+    If its last response is not sent yet, it is given back later: after ``again_s``, then every `SENT_S`.
+    """
     if not self.is_made or self._is_busy or self._drops_data or self._has_ended:
         return False
     if self.stream.writing():
-        asyncio.get_running_loop().call_later(SENT_S, give_back_idle, self)
+        # At first at once, because uvloop sends a response at the end of this iteration of the event loop.
+        asyncio.get_running_loop().call_later(again_s, give_back_idle, self, SENT_S)
         return False
     if self.taken is not None and self.taken.is_unsent:
         _note_sent(self, self.taken)
@@ -394,7 +397,7 @@ def _move(self: HTTPConnection, give: Callable[[MovedConnection], bool]) -> None
 
 def _leave(self: HTTPConnection) -> None:
     """Stop serving a connection, which stays open because another process has a copy of it."""
-    self._drops_data = self._has_left = True
+    self._drops_data = True
     self.exchange = None
     self._rest = b""
     self._transport.abort()

@@ -42,9 +42,10 @@ class TakenConnection(ConnectionRecord):
         self._goes_back = True
 
     def shut_down(self) -> None:
-        """End the connection, although the proxy has a copy of it."""
-        with suppress(OSError):  # it is closed already
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """End the connection, although the proxy has a copy of it, unless it is given back."""
+        if not self._goes_back:
+            with suppress(OSError):  # it is closed already
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Tell the proxy that this process has closed its copy of the connection. Idempotent."""

@@ -14,7 +14,7 @@ from typing import Any
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream
 
-from daskserve.loops.connection_table import ConnectionRecord
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 
 #: How much is read at a time, and how much in one iteration of the event loop.
 _PIECE_BYTES = 64 * 1024
@@ -33,8 +33,8 @@ class PlainStream(IOStream):
 
     #: The number of bytes that the operating system has accepted.
     sent_bytes = 0
-    #: The record into which data is received.
-    record: ConnectionRecord | None = None
+    #: The record into which data is received, if a proxy has given the connection to this process.
+    record: TakenConnection | None = None
     #: Returns whether the connection stays open after the client has ended its side.
     stays_open: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -67,6 +67,11 @@ class PlainStream(IOStream):
             return 0
         self.sent_bytes += sent_bytes
         return sent_bytes
+
+    def close_fd(self) -> None:
+        if self.record is not None:
+            self.record.shut_down()
+        super().close_fd()
 
     def read_from_fd(self, buf: Any) -> int | None:
         record = self.record

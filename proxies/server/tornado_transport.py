@@ -11,8 +11,8 @@ from typing import Any
 
 from tornado.iostream import StreamClosedError
 
-from daskserve.loops.connection_table import ConnectionRecord
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 from daskserve.proxies.server.tornado_stream import PlainStream, StreamReader, TLSStream, open_stream
 
 
@@ -42,7 +42,7 @@ class TornadoTransport(asyncio.Transport):
         self._stream.record = None  # only HTTP requests are recorded
         self._protocol = self._reader.protocol = protocol
 
-    def record_to(self, record: ConnectionRecord) -> None:
+    def record_to(self, record: TakenConnection) -> None:
         """Receive data into the record of a connection."""
         self._stream.record = record
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from connection_records import receive
 from tables import each_case
 
 from daskserve.loops.connection_table import (
@@ -20,17 +21,6 @@ from daskserve.loops.tcp_counts import Transferred
 HEAD, BODY = b"GET / HTTP/1.1\r\n\r\n", b"x" * 100
 LONG = b"y" * SLOT_BYTES
 IDLE, BEGUN, FIXED = ConnectionState.IDLE, ConnectionState.BEGUN, ConnectionState.FIXED
-
-
-def receive(record: ConnectionRecord, data: bytes) -> None:
-    """Receive data as a transport does: as much as there is room for at a time."""
-    while data:
-        room = record.room()
-        part, data = (data, b"") if room is None else (data[: len(room)], data[len(room) :])
-        if room is not None:
-            room[: len(part)] = part
-        record.note_received(len(part), is_recorded=room is not None)
-        record.passed += len(part)
 
 
 def nothing(record: ConnectionRecord) -> None:

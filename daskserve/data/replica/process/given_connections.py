@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from daskserve.loops.connection_table import (
     EVICT,
@@ -38,7 +39,9 @@ from daskserve.loops.tcp_counts import Transferred, transferred
 #: Interval at which the proxy checks whether a child has taken its connections; how long a child may take
 #: none of them; and how long it then gets no more.
 CHECK_S, UNTAKEN_S, BLOCKED_S = 0.05, 0.2, 1.0
-_MESSAGES = 4096
+#: How many messages are read, and how many connections of a lost child continue, in one iteration of the
+#: event loop; each takes 0.1 ms.
+_AT_ONCE = 100
 
 
 @dataclass
@@ -170,18 +173,25 @@ class GivenConnections:
                 self._come_back(slot)
 
     def _read(self) -> None:
-        """Read the messages of the child."""
-        while True:
-            try:
-                data = self._ours.recv(_MESSAGES)
-            except OSError:  # there are no more
-                return
-            for (slot,) in SLOT_NUMBER.iter_unpack(data):
-                if slot & GIVE_BACK:
-                    self._note_untaken(slot & ~GIVE_BACK)
-                    self._come_back(slot & ~GIVE_BACK)
-                elif (found := self._pop(slot)) is not None:
-                    found.sock.close()
+        """Read some messages of the child."""
+        with suppress(OSError):  # there are none
+            self._handle(self._ours.recv(_AT_ONCE * SLOT_NUMBER.size))
+
+    def _read_all(self) -> None:
+        """Read all messages of a child that sends no more."""
+        data = b""
+        with suppress(OSError):  # there are no more
+            while True:
+                data += self._ours.recv(_AT_ONCE * SLOT_NUMBER.size)
+        self._handle(data)
+
+    def _handle(self, messages: bytes) -> None:
+        for (slot,) in SLOT_NUMBER.iter_unpack(messages):
+            if slot & GIVE_BACK:
+                self._note_untaken(slot & ~GIVE_BACK)
+                self._come_back(slot & ~GIVE_BACK)
+            elif (found := self._pop(slot)) is not None:
+                found.sock.close()
 
     def _note_untaken(self, slot: int) -> None:
         """Pause if a child returns a connection that it could not take, for lack of file descriptors."""
@@ -220,15 +230,23 @@ class GivenConnections:
             The attempt of the requests that had begun.
         """
         if self._loop is not None:
-            self._read()
-            for slot in list(self._given):
-                self._come_back(slot, lost)
-        self.close()
+            self._read_all()
+            self._loop.remove_reader(self._ours)
+        self._recover_some(lost)
+
+    def _recover_some(self, lost: LostAttempt) -> None:
+        # A child may have thousands of connections, and the event loop has other work.
+        for slot in list(islice(self._given, _AT_ONCE)):
+            self._come_back(slot, lost)
+        if self._given and self._loop is not None:
+            self._loop.call_soon(self._recover_some, lost)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
         if self._loop is not None:
-            self._read()
+            self._read_all()
             self._loop.remove_reader(self._ours)
             self._loop = None
         if self._check is not None:
