@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from daskserve.loops.connection_table import MovedConnection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
@@ -81,7 +82,7 @@ class HTTPConnection(Connection):
         self.is_made = True
         if self.taken is not None:
             self.stream.on_lost = self.taken.end
-            self._receive()
+            _receive(self)
         self._on_made()
         if self._rest:
             # Later, because a transport cannot pause reading yet. New data is added to these bytes.
@@ -194,16 +195,6 @@ class HTTPConnection(Connection):
 
     # ---- reading
 
-    def _receive(self) -> None:
-        """Receive data as an HTTP request; into its record if a proxy has given the connection."""
-        taken = self.taken
-        if taken is None or self.server_state.tls is not None:
-            self._transport.set_protocol(self)
-        elif (record_to := getattr(self._transport, "record_to", None)) is not None:  # a `TornadoTransport`
-            record_to(taken)
-        else:
-            self._transport.set_protocol(RecordingProtocol(self, taken))
-
     def _read_on(self) -> None:
         """Read the received data, until a request has to wait or the buffer of a body is full."""
         try:
@@ -299,25 +290,11 @@ class HTTPConnection(Connection):
             self._is_read = True
             exchange.finish()
         elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
+            if self.taken is not None:
+                self.taken.fix()  # the next data is not received into the record
             self._transport.set_protocol(
-                BufferedBodyProtocol(self, exchange.body, self._left, self._note_filled)
+                BufferedBodyProtocol(self, exchange.body, self._left, partial(_note_filled, self))
             )
-
-    def _note_filled(self, size_bytes: int) -> None:
-        self._left -= size_bytes
-        if self.taken is not None:
-            self.taken.note_received(size_bytes, is_recorded=False)
-            self.taken.passed += size_bytes
-        is_ended, exchange = not self._left, self.exchange
-        if exchange is None or self._drops_data:  # the connection ends
-            self._receive()
-            return
-        exchange.body_filled(size_bytes, is_last=is_ended)
-        if is_ended or not exchange.body.takes_room:
-            self._receive()
-        if is_ended and not self._drops_data:
-            self._is_read = True
-            exchange.finish()
 
     def _wait_for(self, room: asyncio.Future[None]) -> None:
         self._room = room
@@ -327,6 +304,35 @@ class HTTPConnection(Connection):
         if room is self._room:
             self._room = None
             self._read_on()
+
+
+def _receive(self: HTTPConnection) -> None:
+    """Receive data as HTTP requests; into its record if a proxy has given the connection."""
+    taken, transport = self.taken, self._transport
+    if taken is None or self.server_state.tls is not None:
+        transport.set_protocol(self)
+    elif (record_to := getattr(transport, "record_to", None)) is not None:  # a `TornadoTransport`
+        record_to(taken)
+    else:
+        transport.set_protocol(RecordingProtocol(self, taken))
+
+
+def _note_filled(self: HTTPConnection, size_bytes: int) -> None:
+    """Record that a part of a body was received into its buffer."""
+    self._left -= size_bytes
+    if self.taken is not None:
+        self.taken.note_received(size_bytes, is_recorded=False)
+        self.taken.passed += size_bytes
+    is_ended, exchange = not self._left, self.exchange
+    if exchange is None or self._drops_data:  # the connection ends
+        _receive(self)
+        return
+    exchange.body_filled(size_bytes, is_last=is_ended)
+    if is_ended or not exchange.body.takes_room:
+        _receive(self)
+    if is_ended and not self._drops_data:
+        self._is_read = True
+        exchange.finish()
 
 
 def _end_linger(connection: HTTPConnection) -> None:
