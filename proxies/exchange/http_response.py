@@ -188,8 +188,7 @@ class HTTPResponse(Response):
         if data is None:
             return None
         self._start = message
-        if self._connection.taken is not None:
-            self._connection.taken.fix()
+        self._connection.note_answer(len(data))
         self.headers_sent = self.is_complete = True
         self.status = message["status"]
         try:
@@ -240,8 +239,8 @@ class HTTPResponse(Response):
             )
             parts = writer.first(body, more_body, self._server_state.heads.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
-            if self._connection.taken is not None:
-                self._connection.taken.fix()
+            is_last = not (more_body or writer.closes) and self.body.is_ended
+            self._connection.note_answer(sum(map(len, parts)) if is_last else 0)
             self.headers_sent = True
             self.closes = writer.closes
         else:

@@ -284,6 +284,9 @@ class Connection(asyncio.Protocol):
         """
         raise NotImplementedError
 
+    def note_answer(self, size_bytes: int) -> None:
+        """Record that a response is written next: its size, or 0 if that is not known."""
+
     def close(self) -> None:
         """Close the connection, and cancel its request."""
         if self.exchange is not None:
