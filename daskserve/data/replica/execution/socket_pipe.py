@@ -202,7 +202,10 @@ class SocketPipe(_SocketPipe):
 
 
 class WorkerSocketReceiver:
-    """The worker's loop as the `SocketReceiver` of a WebSocket whose connection is already on it."""
+    """The worker's loop as the `SocketReceiver` of a WebSocket whose connection is already on it.
+
+    It needs no `post`, because a connection that does not move is used on its own loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -212,10 +215,6 @@ class WorkerSocketReceiver:
 
     def give_up(self) -> None:
         """Do nothing: messages never wait."""
-
-    def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on this loop."""
-        function(*args)
 
     def expect_socket(self) -> None:
         """Do nothing: the pipe reads only while user code does."""
