@@ -97,7 +97,9 @@ def test_type_checkers_and_the_site_find_every_public_name_where_it_is(module: M
         assert getattr(place, name) is getattr(module, name), name
 
 
-@each_case("function", [serve.batch, serve.batching.continuous_batch, serve.multiplexed, serve.tasks.task_handler])
+@each_case(
+    "function", [serve.batch, serve.batching.continuous_batch, serve.multiplexed, serve.tasks.task_handler]
+)
 def test_the_overloads_of_a_function_have_its_defaults(function: Callable[..., object]) -> None:
     """Editors and the site show the defaults of overloads, but those of the function apply."""
     overloads = get_overloads(function)

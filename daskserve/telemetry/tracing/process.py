@@ -271,5 +271,4 @@ def disable(shared: Mapping[str, Any], timeout_s: float = 0.0) -> None:
     tracing = tracing_of(shared)
     if tracing is not None:
         tracing.close()
-        if timeout_s:
-            tracing.join(timeout_s)
+        tracing.join(timeout_s)
