@@ -10,8 +10,6 @@ messages pass through the pipe.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.common.types import SOCKET_RECEIVER, Envelope, Message, OpenSocket, Receive, Send
