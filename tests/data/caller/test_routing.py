@@ -104,12 +104,12 @@ async def test_a_shadow_that_has_ended_takes_no_room() -> None:
         raise ConnectionError("gone")
 
     budget, whole = ShadowBudget(), {"type": "http.request", "body": bytes(MAX_BEHIND_BYTES + 1)}
-    left_bytes = budget.left_bytes
-    shadow = Shadow("s", Envelope(EnvelopeKind.HTTP, {}), fail, TaskSet(logging.getLogger("test")), budget)
-    shadow.put(whole)
+    left_bytes, tasks = budget.left_bytes, TaskSet(logging.getLogger("test"))
+    running, ended = (Shadow("s", Envelope(EnvelopeKind.HTTP, {}), fail, tasks, budget) for _ in range(2))
+    running.put(whole)
     assert budget.left_bytes < left_bytes
-    await asyncio.wait({shadow.task})
-    shadow.put(whole)
+    await asyncio.wait({running.task, ended.task})
+    ended.put(whole)
     assert budget.left_bytes == left_bytes
 
 
