@@ -163,8 +163,7 @@ class Tracing:
             )
         while True:
             self._wakes.wait()
-            if not self.queue.is_closed:
-                self._closing.wait(GATHER_S)
+            self._closing.wait(GATHER_S)
             self._wakes.clear()
             self.queue.is_awake = False
             self._drain()
