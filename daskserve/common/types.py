@@ -74,7 +74,7 @@ class SocketReceiver(Protocol):
     loop: asyncio.AbstractEventLoop
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on `loop`, from any thread; used only if the connection moves there."""
+        """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
         """Prepare for the socket: after the accept, nothing more may be sent through the pipe."""

@@ -200,13 +200,11 @@ class SocketPipe(_SocketPipe):
 
 
 class WorkerSocketReceiver:
-    """The worker's loop as the `SocketReceiver` of a WebSocket whose connection is already on it.
-
-    It needs no `post`, because a connection that does not move is used on its own loop.
-    """
+    """The worker's loop as the `SocketReceiver` of a WebSocket whose connection is already on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.post = loop.call_soon_threadsafe
         self.socket: OpenSocket | None = None
         self.is_decided = asyncio.Event()
         self.is_decided.set()
