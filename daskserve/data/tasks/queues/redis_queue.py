@@ -261,7 +261,7 @@ class RedisQueue:
             yield
         except (self._error, OSError) as error:
             raise TaskQueueError(
-                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error))}. Check "
+                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error)).rstrip('.')}. Check "
                 "that the Redis server runs, and that this machine can reach it."
             ) from None
 
