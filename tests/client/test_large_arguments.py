@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -53,6 +53,31 @@ class Filled:
     def fails(self, array: Any) -> Iterator[Any]:
         yield array[0]
         raise HTTPException(418)
+
+
+class Kept:
+    """An object of a caller, or of a deployment."""
+
+
+class Waiting:
+    """Waits until it is cancelled, with an object that it has made."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Kept]] = []
+
+    async def wait(self) -> None:
+        kept = Kept()
+        self.made.append(weakref.ref(kept))
+        await asyncio.sleep(10 * DEADLINE_S)
+
+    async def waits(self) -> AsyncIterator[None]:
+        kept = Kept()
+        self.made.append(weakref.ref(kept))
+        await asyncio.sleep(10 * DEADLINE_S)
+        yield
+
+    async def count(self) -> tuple[int, int]:
+        return len(self.made), sum(each() is not None for each in self.made)
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +208,6 @@ def test_an_ended_call_releases_its_arguments_and_results_without_a_garbage_coll
         poll_for(lambda: not any(each() is not None for each in payloads), DEADLINE_S)
 
 
-class Kept:
-    """An object of a caller."""
-
-
 def _waits(handle: Any, kept: Kept) -> None:
     handle.fail.remote(None).result(DEADLINE_S)
 
@@ -225,3 +246,15 @@ def test_a_failed_call_keeps_nothing_of_its_caller(handle: Any, call: Callable[[
             call(handle, kept)
         del kept
         assert gone() is None
+
+
+@pytest.mark.parametrize("method", ["wait", "waits"])
+def test_a_cancelled_request_keeps_nothing_of_the_deployment(method: str) -> None:
+    with local_instance() as client:
+        client.deploy("waiting", Waiting)
+        waiting = client.get_handle("waiting")
+        with without_collection():
+            call = waiting.options(method_name=method, stream=method == "waits").remote()
+            poll_for(lambda: waiting.count.remote().result(DEADLINE_S) == (1, 1), DEADLINE_S)
+            call.cancel()
+            poll_for(lambda: waiting.count.remote().result(DEADLINE_S) == (1, 0), DEADLINE_S)
