@@ -202,8 +202,8 @@ class Response:
             try:
                 raise shown_in_notebook(as_read(error))
             finally:
-                # Otherwise the error, its traceback and this frame reference each other, and what the caller's
-                # frames hold, such as a large array, stays in memory until the next garbage collection.
+                # Otherwise the error, its traceback and this frame reference each other, and the objects of
+                # the caller's frames stay in memory until the next garbage collection.
                 del self, future, error
 
     def _failure(self, future: PendingCall[Any]) -> BaseException | None:
