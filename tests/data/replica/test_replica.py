@@ -584,6 +584,33 @@ def test_plain_and_async_code_read_json_in_their_own_way(definition: Any, event_
     run(scenario, definition, event_loop=event_loop)
 
 
+def a_coroutine_that_asks(request: Any) -> Any:
+    async def ask_once() -> bool:
+        return bool(await request.is_disconnected())
+
+    async def ask() -> None:
+        GATES.began.release()
+        while not await request.is_disconnected():  # noqa: ASYNC110 - this is what is tested
+            await asyncio.sleep(0.001)
+        GATES.notes.append("left")
+
+    assert asyncio.run(ask_once()) is False
+    return ask()
+
+
+def test_the_coroutine_of_a_plain_function_can_ask_whether_its_client_has_left() -> None:
+    async def scenario(replica: Replica) -> None:
+        task = asyncio.create_task(http(replica))
+        await until(lambda: GATES.began.acquire(blocking=False))
+        assert GATES.notes == []
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: GATES.notes)
+        assert GATES.notes == ["left"]
+
+    run(scenario, a_coroutine_that_asks, on_disconnect="disconnect")
+
+
 def ask_until_it_has_left(request: Any) -> None:
     assert request.is_disconnected() is False
     GATES.began.release()

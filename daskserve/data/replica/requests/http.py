@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
+from functools import partial
 from typing import Any
 
 from daskserve.common.types import ON_DEMAND, Envelope, Message, Receive, Send
@@ -13,8 +14,9 @@ from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
 from daskserve.data.replica.requests.method_header import named_method, no_call_error
 from daskserve.data.replica.requests.replica_request import LocalRequest, set_context, start_next
+from daskserve.data.replica.requests.states import OPEN_STATES
 from daskserve.data.replica.user_code.definitions import CALL, Method
-from daskserve.data.replica.user_code.request_objects import read_body
+from daskserve.data.replica.user_code.request_objects import read_body, receive_nothing
 from daskserve.data.replica.user_code.responses import (
     ConvertedResponse,
     Unfinished,
@@ -52,10 +54,11 @@ def _request_context(envelope: Envelope) -> RequestContext:
 class LocalHTTPRequest(LocalRequest):
     """An HTTP request or a WebSocket.
 
-    If user code runs in the request's task, it needs no `MessagePipe` unless it streams its response.
+    Plain user code, and code that runs in the request's task, need a `MessagePipe` only for responses of more
+    than one step.
     """
 
-    __slots__ = ("_receive", "_scope", "_send")
+    __slots__ = ("_scope",)
 
     _scope: dict[str, Any]
 
@@ -195,13 +198,17 @@ class LocalHTTPRequest(LocalRequest):
         if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
             self.start_code(True, servable.answer_http, method, scope, self._receive, body)
             return
+        if not method.is_async and not method.is_asgi:
+            plain = servable.answer_http_in_thread
+            self.start_code(
+                False, plain, method, scope, partial(_receive, self), partial(_has_left, self), body
+            )
+            return
         pipe = _open_pipe(self, first)
         if method.is_asgi:
             self.start_code(True, servable.answer_app, scope, pipe)
-        elif method.is_async:
-            self.start_code(True, servable.answer_http, method, scope, pipe.receive, body)
         else:
-            self.start_code(False, servable.answer_http_in_thread, method, scope, pipe, body)
+            self.start_code(True, servable.answer_http, method, scope, pipe.receive, body)
 
 
 def _open_pipe(request: LocalHTTPRequest, first: Message | None) -> MessagePipe:
@@ -217,6 +224,19 @@ def _open_pipe(request: LocalHTTPRequest, first: Message | None) -> MessagePipe:
     pipe.is_body_assumed = first is not None and not request.envelope.has_body
     pipe.on_message = request.partial
     return pipe
+
+
+async def _receive(request: LocalHTTPRequest) -> Message:
+    """Return the next message of the client, in the coroutine that plain user code has returned."""
+    if _has_left(request):
+        return {"type": "http.disconnect"}
+    # Without a pipe, plain code runs this coroutine itself.
+    return await (receive_nothing() if request.pipe is None else request.pipe.receive())
+
+
+def _has_left(request: LocalHTTPRequest) -> bool:
+    """Return whether the client has left, or the request has ended; any thread may call this."""
+    return request.state not in OPEN_STATES
 
 
 def _no_body() -> Message:

@@ -74,6 +74,8 @@ class ReplicaRequest:
     __slots__ = (
         "_began",
         "_on_answer",
+        "_receive",
+        "_send",
         "_waiter",
         "envelope",
         "error",
@@ -89,6 +91,9 @@ class ReplicaRequest:
         "value",
     )
 
+    # Those of the caller, for a pipe that only the `unfinished` step needs.
+    _receive: Receive | None
+    _send: Send | None
     #: Whether the `unfinished` step needs a task.
     needs_task_to_go_on = False
 
@@ -170,6 +175,8 @@ class ReplicaRequest:
                     await preparing
             elif self.pipe is not None:
                 self.pipe.connect(receive, send)
+            else:
+                self._receive, self._send = receive, send
             if self.run is not None or self.pipe is not None or self.unfinished is not None:
                 await _settle(self)
             if self.error is not None:

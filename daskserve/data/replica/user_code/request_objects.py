@@ -144,15 +144,15 @@ def parse_json(body: bytes) -> Any:
 
 def rebuild_request(scope: dict[str, Any], body: bytes | None, form: PlainForm | None) -> HTTPRequest:
     """Return a copy of a request from its pickled parts: the scope, and the body or form."""
-    request = HTTPRequest(scope, _receive_nothing)
+    request = HTTPRequest(scope, receive_nothing)
     request.whole_body = body
     if form is not None:
         set_form(request, form)
     return request
 
 
-async def _receive_nothing() -> Message:
-    """Wait forever, because the copy of a request has no connection."""
+async def receive_nothing() -> Message:
+    """Wait forever: the ``receive`` of a request that gets no messages."""
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 

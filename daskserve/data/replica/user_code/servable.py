@@ -308,14 +308,19 @@ class Servable:
             return raised_response(error)
 
     def answer_http_in_thread(
-        self, method: Method, scope: MutableMapping[str, Any], pipe: MessagePipe, body: bytes
+        self,
+        method: Method,
+        scope: MutableMapping[str, Any],
+        receive: Receive,
+        has_disconnected: Callable[[], bool],
+        body: bytes,
     ) -> ConvertedResponse | Unfinished:
         """Let a plain callable answer a request whose whole body has arrived."""
         try:
             if method.takes_argument:
-                request = HTTPRequest(scope, pipe.receive)
+                request = HTTPRequest(scope, receive)
                 request.whole_body = body
-                request.has_disconnected = lambda: pipe.is_closed
+                request.has_disconnected = has_disconnected
                 return to_response(self._bound[method.name](request))
             return to_response(self._bound[method.name]())
         except NOT_FAILURES as error:
