@@ -103,7 +103,7 @@ class ProxyActor:
     async def start(self) -> dict[str, Any]:
         """Listen once the route table is known; return the port and the URLs."""
         routers = await routers_of(self._cluster)
-        context, options = self._context, self._start.options
+        context = self._context
         listener = self._listener = HTTPListener(
             self._start,
             RoutedRequests(routers),
@@ -113,7 +113,7 @@ class ProxyActor:
             rng=context.rng,
             logs=context.logs,
         )
-        if options.replicas_listen or (options.replicas_listen is None and can_listen(self._start)):
+        if replicas_listen(self._start):
             self._children = listening_children(self._cluster)
         watch = self._cluster.listener.watch
         self._watches = [
@@ -238,13 +238,15 @@ class ProxyActor:
             self._children.note(**facts)
 
 
-def can_listen(start: ProxyStart) -> bool:
-    """Return whether replicas may listen by default.
+def replicas_listen(start: ProxyStart) -> bool:
+    """Return whether replicas listen: as the options say, or by default if that is possible.
 
     Connections with TLS cannot move, and middlewares may rely on seeing all requests of a worker.
     """
     options = start.options
+    if options.replicas_listen is not None:
+        return options.replicas_listen
     return options.ssl_certfile is None and options.proxy_callback is None and not start.middlewares
 
 
-__all__ = ["ProxyActor", "can_listen", "check_ports", "make_controller", "make_replica"]
+__all__ = ["ProxyActor", "check_ports", "make_controller", "make_replica", "replicas_listen"]

@@ -186,7 +186,9 @@ async def test_a_scheduler_that_a_signal_ends_leaves_before_it_closes() -> None:
     assert "close" not in vars(scheduler)
 
 
-async def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None:
+async def test_a_client_connects_again_only_when_its_scheduler_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class ConnectingClient:
         status = "connecting"
 
@@ -209,6 +211,10 @@ async def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None
     assert client.events == ["connected"]
     await client._ensure_connected(timeout=1)
     assert client.events[1:] == ["back", "connected", "resumed"]
+    reconnect = client._reconnect  # Dask's, without the decorator that logs errors
+    with pytest.raises(AttributeError, match="scheduler_comm"):
+        await reconnect()
+    assert not caplog.records
 
 
 def test_the_last_client_on_a_loop_of_dask_ends_its_thread() -> None:

@@ -226,7 +226,6 @@ class HostRegistry:
             key=key,
             workers=[worker],
             allow_other_workers=False,
-            pure=False,
             priority=1000,
         )
         entry = self._entries[worker] = _HostEntry(key, future)

@@ -166,11 +166,7 @@ class TaskConsumer:
     async def drained(self) -> None:
         """Return when no task runs, and all ends are written."""
         while self._held:
-            runs = [each.run for each in self._held.values() if each.run is not None and not each.run.done()]
-            if runs:
-                await asyncio.wait(runs)
-            else:
-                await self._clock.sleep(0.01)
+            await self._clock.sleep(0.01)
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Cancel running tasks, return them to the queue, write the ended ones, and stop."""

@@ -163,8 +163,7 @@ class Tracing:
             )
         while True:
             self._wakes.wait()
-            if not self.queue.is_closed:
-                self._closing.wait(GATHER_S)
+            self._closing.wait(GATHER_S)
             self._wakes.clear()
             self.queue.is_awake = False
             self._drain()
@@ -271,5 +270,4 @@ def disable(shared: Mapping[str, Any], timeout_s: float = 0.0) -> None:
     tracing = tracing_of(shared)
     if tracing is not None:
         tracing.close()
-        if timeout_s:
-            tracing.join(timeout_s)
+        tracing.join(timeout_s)
