@@ -95,7 +95,7 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes_known = asyncio.Event()
         self._listener: HTTPListener | None = None
-        #: The children that serve connections of this proxy, and its port; None without ``replicas_listen``.
+        #: The children that serve connections of this proxy, and its port. None without ``replicas_listen``.
         self._children: ListeningChildren | None = None
         self._port: Port | None = None
         self._watches: list[Any] = []
@@ -103,7 +103,7 @@ class ProxyActor:
     async def start(self) -> dict[str, Any]:
         """Listen once the route table is known; return the port and the URLs."""
         routers = await routers_of(self._cluster)
-        context, options = self._context, self._start.options
+        context = self._context
         listener = self._listener = HTTPListener(
             self._start,
             RoutedRequests(routers),
@@ -113,7 +113,7 @@ class ProxyActor:
             rng=context.rng,
             logs=context.logs,
         )
-        if options.replicas_listen or (options.replicas_listen is None and can_listen(self._start)):
+        if replicas_listen(self._start):
             self._children = listening_children(self._cluster)
         watch = self._cluster.listener.watch
         self._watches = [
@@ -174,7 +174,7 @@ class ProxyActor:
         return self._with_children(counts)
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        raise BadRequestError("A proxy takes its requests over HTTP.")
+        raise BadRequestError("A proxy accepts requests only over HTTP.")
 
     @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
@@ -238,13 +238,15 @@ class ProxyActor:
             self._children.note(**facts)
 
 
-def can_listen(start: ProxyStart) -> bool:
-    """Return whether replicas may listen by default.
+def replicas_listen(start: ProxyStart) -> bool:
+    """Return whether replicas listen: as the options say, or by default if that is possible.
 
-    Connections with TLS cannot move, and middlewares may rely on being the only ones of a worker.
+    Connections with TLS cannot move, and middlewares may rely on seeing all requests of a worker.
     """
     options = start.options
+    if options.replicas_listen is not None:
+        return options.replicas_listen
     return options.ssl_certfile is None and options.proxy_callback is None and not start.middlewares
 
 
-__all__ = ["ProxyActor", "can_listen", "check_ports", "make_controller", "make_replica"]
+__all__ = ["ProxyActor", "check_ports", "make_controller", "make_replica", "replicas_listen"]

@@ -69,12 +69,28 @@ MODELS = {
 INTERNAL = frozenset({"internal_metadata", "references"})
 
 
+def range_of(field: FieldInfo) -> str:
+    """Return the range that a field allows, such as "1 to 10", or "" if it has no bounds."""
+    bounds = {
+        name: getattr(each, name)
+        for each in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if getattr(each, name, None) is not None
+    }
+    if "ge" in bounds and "le" in bounds:
+        return f"{bounds['ge']} to {bounds['le']}"
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    return ", ".join(f"{words[name]} {bound}" for name, bound in bounds.items())
+
+
 def default_of(field: FieldInfo) -> str:
-    """Return a field's default in Python syntax."""
+    """Return a field's default in Python syntax, and the range that it allows."""
+    allowed = range_of(field)
     if field.is_required():
-        return "required"
+        return f"required ({allowed})" if allowed else "required"
     value: Any = field.get_default(call_default_factory=True)
-    return f"`{str(value) if isinstance(value, Location) else value!r}`"
+    default = f"`{str(value) if isinstance(value, Location) else value!r}`"
+    return f"{default} ({allowed})" if allowed else default
 
 
 def linked(text: str) -> str:

@@ -48,7 +48,7 @@ def test_an_outdated_table_is_regenerated(documenter: ModuleType) -> None:
     old = "<!-- options: HTTPOptions -->\n| `port` | `1` | wrong |\n<!-- end -->"
     new = documenter.TABLES.rendered(old)
     assert "wrong" not in new
-    assert "| `port` | `8000` |" in new
+    assert "| `port` | `8000` (0 to 65535) |" in new
 
 
 def test_a_table_names_every_option_and_its_alias(documenter: ModuleType) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import get_overloads
 
 import pytest
 from tables import each_case
@@ -92,6 +95,20 @@ def test_type_checkers_and_the_site_find_every_public_name_where_it_is(module: M
         assert name in found, name
         place = importlib.import_module(str(found[name]))
         assert getattr(place, name) is getattr(module, name), name
+
+
+@each_case(
+    "function", [serve.batch, serve.batching.continuous_batch, serve.multiplexed, serve.tasks.task_handler]
+)
+def test_the_overloads_of_a_function_have_its_defaults(function: Callable[..., object]) -> None:
+    """Editors and the site show the defaults of overloads, but those of the function apply."""
+    overloads = get_overloads(function)
+    assert overloads
+    known = inspect.signature(function).parameters
+    for each in overloads:
+        for name, parameter in inspect.signature(each).parameters.items():
+            if parameter.default is not parameter.empty:
+                assert parameter.default == known[name].default, name
 
 
 def test_every_public_name_exists_and_is_documented() -> None:

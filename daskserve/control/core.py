@@ -371,7 +371,7 @@ class ControllerCore:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
         keys = _keys_touched(change)
-        tags = {key.removeprefix("backend/") for key in keys if key.startswith("backend/")}
+        tags = {key.removeprefix("backend/") for key in keys}  # other keys match no tag
         self.observed.unready = unready(self.state, self.observed.unready, tags)
         self._notify(keys | {UNREADY})
         if "backend" in kinds:
@@ -432,7 +432,7 @@ class ControllerCore:
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
         epoch, counter = self.long_poll.snapshot_id
-        # All proxies that may listen, including those that this controller has not observed yet.
+        # All proxies that may listen, including proxies that this controller has not observed yet.
         proxies = [
             proxy
             for proxy in self.state.proxies.values()

@@ -1,7 +1,7 @@
 """Objects that act when this process forks.
 
-A registration with Python lasts as long as the process, and each one delays every fork. So there is one for
-all objects, which are known by weak references.
+A registration with Python lasts as long as the process, and each registration delays every fork. So there is
+one registration for all objects, which are known by weak references.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class HTTPConnection(Connection):
         self._read_on()
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open, because the client may have closed only its own side."""
+        """Return whether the connection should stay open, because the client may have closed only its sending
+        side."""
         exchange = self.exchange
         waits = can_detect_disconnects() and exchange is not None and exchange.unread is not None
         if self.server_state.tls is not None or not waits:
@@ -351,7 +352,8 @@ def _note_finished(self: HTTPConnection, taken: TakenConnection) -> bool:
 
 
 def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
-    """Let the connection move again if its last response is sent; otherwise a move would cut the response."""
+    """Allow the connection to move again if its last response is sent; otherwise a move would cut the
+    response."""
     if not self.stream.writing() and self.stream.can_move():
         taken.is_unsent = False
         taken.finish(len(self._rest))
@@ -379,7 +381,8 @@ def _give_back(self: HTTPConnection) -> bool:
 
 
 def _move(self: HTTPConnection, give: Callable[[MovedConnection], bool]) -> None:
-    """Move a connection, which has no request, to another process with ``give``, if that takes it."""
+    """Move a connection without a request to another process by calling ``give``, if that process accepts
+    it."""
     if self._drops_data or self._rest or not self.stream.can_move() or self.stream.writing():
         return
     self._rest = self.stream.take_unread()

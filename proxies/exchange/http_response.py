@@ -246,7 +246,8 @@ class HTTPResponse(Response):
         else:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
-            # A client may send its body slowly while it receives the response; it is idle if neither moves.
+            # A client may send its body slowly while it receives the response; it is idle only if neither
+            # makes progress.
             self._server_state.idle_watch.watch(self._connection)
         if not parts:
             return None

@@ -90,7 +90,8 @@ class Refusals:
         self.notify: NoteRefused = lambda *refused: None
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
-        """Count a request that ends because of its body; ``is_cut`` if its response had already begun."""
+        """Count a request that ends because of its body; ``is_cut`` says that its response had already
+        begun."""
         self.causes[_CAUSES[status]] += 1
         if not is_cut:
             self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
@@ -179,7 +180,7 @@ TakerOf: TypeAlias = Callable[[str | None], Callable[[MovedConnection], bool] | 
 
 
 def no_taker(path: str | None = None) -> None:
-    """Return None: no process takes connections."""
+    """Return None: no other process accepts connections."""
 
 
 @dataclass

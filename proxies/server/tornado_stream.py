@@ -124,8 +124,7 @@ class StreamReader:
             asyncio.get_running_loop().call_soon(self._read)
 
     def take_unread(self) -> bytes:
-        """Return unprocessed data, so that the connection can continue on a copy of the socket."""
-        self._is_paused = True
+        """Return unprocessed data while paused, so that a connection on a copy of the socket continues."""
         received, reading, stream = b"", self._reading, self._stream
         if reading is not None:
             if not reading.done() or reading.exception() is not None:

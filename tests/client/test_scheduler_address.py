@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from tables import each_case
 
 from daskserve.client.functions.scheduler_address import scheduler_behind
+from daskserve.cluster.dask.connection import dial
 from daskserve.errors import ClusterUnreachableError
 
 SCHEDULER = {"type": "Scheduler", "address": "tcp://10.0.0.7:8786"}
@@ -34,6 +36,18 @@ def server(answers: dict[str, str]) -> Iterator[str]:
         yield f"http://127.0.0.1:{httpd.server_port}"
         httpd.shutdown()
         thread.join()
+
+
+async def test_a_server_that_never_answers_is_no_scheduler() -> None:
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(wait, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    with pytest.raises(ClusterUnreachableError, match=r"did not answer in Dask's protocol within 0.1 s"):
+        await dial(address, 0.1, asynchronous=True)
+    listener.close()
 
 
 @each_case(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -11,10 +13,10 @@ import numpy as np
 import pytest
 
 import daskserve as serve
-from daskserve.cluster.dask.values import MAX_ITEMS, is_dask_value, may_hold_values
+from daskserve.cluster.dask.values import MAX_ITEMS, DaskTransfer, is_dask_value, may_hold_values
 from daskserve.errors import BadRequestError
 from daskserve.payload.arguments import FilledPayload, take_out
-from daskserve.payload.pickling import dump, may_mention_dask
+from daskserve.payload.pickling import dump, dump_bytes, may_mention_dask
 from daskserve.testing import local_instance
 
 
@@ -115,6 +117,14 @@ def test_values_that_were_taken_out_are_filled_in_again() -> None:
     assert (first, nested) == ("one", {"a": "two"})
     assert (same == array).all()
     assert callable(function)
+
+
+async def test_values_that_the_worker_holds_are_not_copied() -> None:
+    held, loop = {"a": [1], "b": [2]}, SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+    nobody: Any = SimpleNamespace(loop=loop)  # has no workers to ask
+    worker: Any = SimpleNamespace(address="tcp://127.0.0.1:1", data=held)
+    found = await DaskTransfer(nobody, nobody, worker).fetch(dump_bytes(["a", "b", "a"]))
+    assert [id(each) for each in found] == [id(held[key]) for key in ("a", "b", "a")]
 
 
 def test_a_result_cannot_stay_where_no_cluster_is(handle: Any) -> None:

@@ -271,16 +271,16 @@ def test_as_few_old_groups_as_possible_make_room() -> None:
 
 
 def test_an_old_group_that_does_not_help_is_not_drained_with_those_that_do() -> None:
-    bench = Bench(apart(2, threads=4))
+    bench = Bench(apart(3, threads=4))
     deploy(bench, "2", [{"CPU": 2}, {"CPU": 2}], strategy="STRICT_PACK")
     pair = ({"CPU": 1.0}, {"CPU": 1.0})
     old = [
         replica(f"b#{name}", version="1", worker=at, demand=pair[0], bundles=pair, bundle_workers=(at, at))
-        for name, at in (("idle", "w1"), ("busy", "w2"), ("busier", "w2"))
+        for name, at in (("idle", "w1"), ("busy", "w2"), ("busier", "w2"), ("busiest", "w3"))
     ]
-    other = replica("other#1", worker="w1", demand={"CPU": 2.0})
-    bench.state.apply({each.key: each for each in (*old, other)})
-    record, ongoing = bench.state.backends["b"], {"b#busy": 1.0, "b#busier": 2.0}
+    others = [replica(f"other#{at}", worker=at, demand={"CPU": 2.0}) for at in ("w1", "w3")]
+    bench.state.apply({each.key: each for each in (*old, *others)})
+    record, ongoing = bench.state.backends["b"], {"b#busy": 1.0, "b#busier": 2.0, "b#busiest": 3.0}
     workers = bench.observed.cleared_workers()
     found = gangs.to_drain(record, old, TentativeUsage(bench.state, {}), workers, demand_of(record), ongoing)
     assert [each.tag for each in found] == ["b#busy", "b#busier"]

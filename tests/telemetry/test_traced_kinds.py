@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 import urllib.error
@@ -25,7 +26,7 @@ from daskserve.telemetry.tracing.carrier import NO_PARENT, TRACE
 from daskserve.telemetry.tracing.process import KEY, Tracing
 from daskserve.telemetry.tracing.routing import start_routing_span
 from daskserve.telemetry.tracing.span import MAX_ATTRIBUTES, MAX_EVENTS, MAX_PENDING, RecordedSpan
-from daskserve.telemetry.tracing.user import UserTracerProvider
+from daskserve.telemetry.tracing.user import UserTracer, UserTracerProvider
 from daskserve.testing import local_instance
 
 __all__ = ["collected"]
@@ -509,6 +510,10 @@ async def test_the_tracers_of_user_code_begin_spans_below_those_of_requests_only
     ):
         raise KeyError("no")
     assert (kept[4].status[0], list(kept[4].events)) == (StatusCode.UNSET, [])
+    for name in ("start_span", "start_as_current_span"):
+        theirs = inspect.signature(getattr(trace.Tracer, name)).parameters
+        for parameter in inspect.signature(getattr(UserTracer, name)).parameters.values():
+            assert parameter.default == theirs[parameter.name].default, parameter.name
 
 
 @serve.deployment

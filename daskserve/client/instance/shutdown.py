@@ -47,6 +47,8 @@ async def end_instance(
     run = partial(run_on, cluster_connection, asynchronous=asynchronous)
 
     async def end() -> None:
+        if not cluster_connection.is_open:
+            return
         try:
             await run(_end(cluster_connection, instance, start_id, if_alone=if_alone), timeout_s=END_S)
         except TimeoutError:
@@ -55,12 +57,10 @@ async def end_instance(
     try:
         if cluster_connection.is_open and drains:
             await run(_drain(cluster_connection, instance))
-        if cluster_connection.is_open:
-            await end()
+        await end()
     except (KeyboardInterrupt, asyncio.CancelledError):
         # A second Ctrl-C skips the draining, but the instance still ends.
-        if cluster_connection.is_open:
-            await end()
+        await end()
         raise
     finally:
         await cluster_connection.instance_ended(instance, asynchronous=asynchronous)
@@ -71,7 +71,7 @@ def abandon_instance(
 ) -> None:
     """End an instance whose owner was garbage collected, or whose program ends; callable in any thread."""
     if cluster_connection.runs_here():
-        # An owner collected by the garbage collector on the connection's own loop must not block it.
+        # If the garbage collector frees an owner on the connection's own loop, this must not block the loop.
         cluster_connection.spawn(
             end_instance(cluster_connection, instance, asynchronous=True, if_alone=if_alone)
         )

@@ -117,6 +117,8 @@ async def test_unused_segments_are_closed(
     view = mapped(reader, segment)
     writer.keep(segment)
     del segment
+    reader._close_unused()  # after the first period
+    assert reader._mapped
     async with asyncio.timeout(DEADLINE_S):
         while writer._kept or reader._mapped:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)

@@ -494,6 +494,13 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert named == {(each.path, each.method) for each in OPERATIONS}
     ids = [each["operationId"] for path in found["paths"].values() for each in path.values()]
     assert len(set(ids)) == len(ids)
+    answers = [
+        answer
+        for path in found["paths"].values()
+        for each in path.values()
+        for answer in each["responses"].values()
+    ]
+    assert all(each["description"] and each["content"] for each in answers)
     page = await site.ask("/daskserve/api")
     assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert b"/api/serve/plan" in page.body

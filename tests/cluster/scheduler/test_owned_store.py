@@ -140,6 +140,14 @@ def test_a_mirror_holds_what_was_stored_last() -> None:
     assert mirror.records == {"kept": b"3", "new": b"4"}
 
 
+async def test_before_a_start_changes_are_written_at_once(tmp_path: Path) -> None:
+    store = OwnedStore(cast("Any", place("sqlite", tmp_path)("i")), "one.1", LoopClock())
+    await store.open()
+    await store.commit(await store.claim_epoch(), change({"backend_a": b"1"}))
+    assert await store.shared.load() == {"backend/a": b"1"}
+    await store.close()
+
+
 def test_a_store_in_memory_has_no_other_owner() -> None:
     store = MemoryStore()
     assert owned_store(store, "start") is store

@@ -59,6 +59,14 @@ async def test_the_workers_of_an_instance_without_a_controller_are_not_known_yet
     assert isinstance(error, UnavailableError)
 
 
+async def test_a_supervisor_that_has_ended_starts_no_instance() -> None:
+    async with started() as supervisor:
+        pass
+    error = await error_of(supervisor, "start_instance", instance="late", store="memory://")
+    assert isinstance(error, NotRunningError)
+    assert "register it again" in str(error)
+
+
 async def test_a_supervisor_leaves_nothing_in_its_scheduler() -> None:
     def in_scheduler() -> dict[str, set[Any]]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +248,15 @@ async def test_the_store_works_again_after_an_outage(tmp_path: Path) -> None:
                 raise ConnectionError("the line is down")
             super().create(name, data)
 
+        def remove(self, names: Sequence[str]) -> None:
+            if is_down:
+                raise ConnectionError("the line is down")
+            super().remove(names)
+
     async with opened(folder_store(tmp_path, lambda folder: Line(folder, Trap(NEVER)))) as store:
         await store.commit(1, change(a=b"1"))
         is_down = True
-        for attempt in (store.commit(1, change(a=b"2")), store.claim_epoch()):
+        for attempt in (store.commit(1, change(a=b"2")), store.claim_epoch(), store.forget_query("me")):
             with pytest.raises(StoreUnavailableError, match="ConnectionError: the line is down") as failure:
                 await attempt
             assert failure.value.is_retryable

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each_case
 
+from daskserve.common.types import Envelope, EnvelopeKind
 from daskserve.common.value_places import ValuePlaces
 from daskserve.data.caller.choice import (
     Candidate,
@@ -21,6 +25,8 @@ from daskserve.data.caller.choice import (
     nearest,
     shard_draw,
 )
+from daskserve.data.caller.routing.shadow import MAX_BEHIND_BYTES, Shadow, ShadowBudget
+from daskserve.loops.tasks import TaskSet
 
 
 @dataclass
@@ -91,6 +97,20 @@ def test_shadows_get_their_proportion(proportion: float) -> None:
     rng = random.Random(3)
     copies = sum(len(policy.shadows(rng)) for _ in range(1000))
     assert abs(copies - 1000 * proportion) <= three_sigma(1000, proportion)
+
+
+async def test_a_shadow_that_has_ended_takes_no_room() -> None:
+    async def fail(*_: Any) -> None:
+        raise ConnectionError("gone")
+
+    budget, whole = ShadowBudget(), {"type": "http.request", "body": bytes(MAX_BEHIND_BYTES + 1)}
+    left_bytes, tasks = budget.left_bytes, TaskSet(logging.getLogger("test"))
+    running, ended = (Shadow("s", Envelope(EnvelopeKind.HTTP, {}), fail, tasks, budget) for _ in range(2))
+    running.put(whole)
+    assert budget.left_bytes < left_bytes
+    await asyncio.wait({running.task, ended.task})
+    ended.put(whole)
+    assert budget.left_bytes == left_bytes
 
 
 def test_shadow_draws_are_independent() -> None:

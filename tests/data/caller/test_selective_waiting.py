@@ -88,7 +88,7 @@ async def test_more_requests_of_a_session_than_are_considered_hide_no_others() -
     await quiet()
     others = [stage.send(backend, call(f"s{number}")) for number in range(40)]
     await asyncio.sleep(5)
-    assert sum(each.done() for each in others) > 20
+    assert len([each.result() for each in others if each.done()]) > 20
     for each in (*hot, *others):
         each.cancel()
 
@@ -105,7 +105,7 @@ async def test_a_session_whose_replica_is_full_holds_up_no_others() -> None:
     others = [stage.send(backend, call(f"s{number}")) for number in range(40)]
     await asyncio.sleep(1)
     at_hot = stage.replicas.asked[0]
-    done = sum(each.done() for each in others)
+    done = len([each.result() for each in others if each.done()])
     assert done > 20  # all requests except those for the replica of the hot session
     assert +stage.replicas.running == Counter({at_hot: 2})
     for each in (*hot, *others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from tables import each_case
@@ -46,6 +47,17 @@ def test_no_more_run_at_a_time_than_make_the_job_faster(
     limit = BatchLimit(most)
     run_full(limit, rate_of, 0.0, 200.0)
     assert limit.found == expected
+
+
+def test_slow_code_is_seldom_measured_again() -> None:
+    ran_s: Counter[int] = Counter()
+
+    def rate_of(running: int) -> float:
+        ran_s[running] += running
+        return 1.0
+
+    run_full(BatchLimit(7), rate_of, 0.0, 4000.0)
+    assert ran_s[1] > 0.95 * ran_s.total()
 
 
 def test_the_limit_follows_code_that_changes() -> None:

@@ -87,6 +87,8 @@ def test_a_conda_environment_is_found_by_name(tmp_path: Path) -> None:
 
 
 def test_the_root_environment_is_found_by_its_names(tmp_path: Path) -> None:
+    with pytest.raises(BadRequestError, match="searched: nowhere, as CONDA_EXE and CONDA_PREFIX are not set"):
+        find_interpreter("base", {})
     make_environment(tmp_path)
     for name in ("base", "root"):
         assert find_interpreter(name, {"CONDA_EXE": f"{tmp_path}/bin/conda"}).prefix == str(tmp_path)

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio.to_thread
@@ -20,6 +21,7 @@ from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INT
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.replica.execution.runner import RunResult
+from daskserve.data.replica.health import probe_liveness
 from daskserve.errors import ClosedError, UserCodeError
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import PackedError
@@ -525,6 +527,23 @@ def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
         await until(lambda: executor.blocked_count == 1)
 
     run(scenario, event_loop="worker")
+
+
+def test_a_probe_of_plain_code_does_not_wait_for_the_threads_of_requests() -> None:
+    async def scenario(executor: UserExecutor) -> None:
+        may_end, plain = (
+            threading.Event(),
+            cast("Any", SimpleNamespace(is_plain_at_all=True, is_async_at_all=False)),
+        )
+        request = asyncio.create_task(executor.run_sync(may_end.wait, 2 * DEADLINE_S))
+        await until(lambda: executor.threads.unfinished == 1)
+        try:
+            await probe_liveness(executor, plain, "b#AAAAAA", 1)
+        finally:
+            may_end.set()
+            await request
+
+    run(scenario)
 
 
 # ---- the end

@@ -15,7 +15,7 @@ import pytest
 from http_harness import connected, poll_for, respond
 from tables import each_case
 
-from daskserve.actors import ProxyActor, can_listen
+from daskserve.actors import ProxyActor, replicas_listen
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import BodyUse, Envelope, Receive, Send
 from daskserve.errors import BadRequestError, ServeError
@@ -53,13 +53,15 @@ async def test_files_of_a_port_that_a_replica_could_not_open_are_closed_with_it(
         ({"ssl_certfile": "cert.pem"}, False, False),
         ({"proxy_callback": "module:function"}, False, False),
         ({}, True, False),
+        ({"replicas_listen": True}, True, True),
+        ({"replicas_listen": False}, False, False),
     ],
 )
 def test_replicas_listen_by_default_if_connections_can_move_and_middlewares_are_not_split(
     options: Any, has_middlewares: bool, expected: bool
 ) -> None:
     start = start_of(**options)
-    assert can_listen(replace(start, middlewares=b"some" if has_middlewares else None)) is expected
+    assert replicas_listen(replace(start, middlewares=b"some" if has_middlewares else None)) is expected
 
 
 class Answers(Requests):

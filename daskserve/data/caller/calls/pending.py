@@ -94,9 +94,6 @@ def begin_call(
 
     With ``pauses_itself``, the coroutine begins with `pause`, so that its cleanup always runs.
     """
-    if call.cancelled() and not pauses_itself:
-        coroutine.close()
-        return
     running = _run(coroutine, call, pauses_itself)
     # Start the coroutine here, so that its cleanup runs even if the loop cancels the task before its first
     # step.

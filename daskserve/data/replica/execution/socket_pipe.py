@@ -10,8 +10,6 @@ messages pass through the pipe.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.common.types import SOCKET_RECEIVER, Envelope, Message, OpenSocket, Receive, Send
@@ -206,16 +204,13 @@ class WorkerSocketReceiver:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.post = loop.call_soon_threadsafe
         self.socket: OpenSocket | None = None
         self.is_decided = asyncio.Event()
         self.is_decided.set()
 
     def give_up(self) -> None:
         """Do nothing: messages never wait."""
-
-    def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on this loop."""
-        function(*args)
 
     def expect_socket(self) -> None:
         """Do nothing: the pipe reads only while user code does."""
