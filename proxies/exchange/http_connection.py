@@ -359,12 +359,16 @@ def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
         taken.finish(len(self._rest))
 
 
-def give_back_idle(self: HTTPConnection) -> bool:
-    """Give a connection back to the proxy unless it has a request; return whether it was given back."""
+def give_back_idle(self: HTTPConnection, again_s: float = 0.0) -> bool:
+    """Give a connection back to the proxy unless it has a request; return whether it was given back.
+
+    If its last response is not sent yet, it is given back later: after ``again_s``, then every `SENT_S`.
+    """
     if not self.is_made or self._is_busy or self._drops_data or self._has_ended:
         return False
     if self.stream.writing():
-        asyncio.get_running_loop().call_later(SENT_S, give_back_idle, self)
+        # At first at once, because most versions of uvloop send a response at the end of this iteration.
+        asyncio.get_running_loop().call_later(again_s, give_back_idle, self, SENT_S)
         return False
     if self.taken is not None and self.taken.is_unsent:
         _note_sent(self, self.taken)

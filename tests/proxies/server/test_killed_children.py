@@ -23,6 +23,7 @@ from moving_servers import LOST, body, named, proxy_of
 
 from daskserve.common.types import Receive, Send
 from daskserve.loops.connection_table import (
+    GIVE_BACK,
     ConnectionState,
     ConnectionTable,
     MovedConnection,
@@ -158,6 +159,14 @@ class Buffering(MemoryTransport):
         return self.unsent_bytes
 
 
+class Late(Buffering):
+    """Sends at the end of an iteration of the event loop, as older versions of uvloop do."""
+
+    def write(self, data: Any) -> None:
+        super().write(data)
+        asyncio.get_running_loop().call_soon(setattr, self, "unsent_bytes", 0)
+
+
 async def test_a_connection_cannot_move_before_its_response_is_sent() -> None:
     async with serving_in_memory(named("child")) as server:
         table = ConnectionTable(1)
@@ -173,6 +182,23 @@ async def test_a_connection_cannot_move_before_its_response_is_sent() -> None:
         client.send(b"TP")
         assert table.read(0) == (ConnectionState.IDLE, b"GET / HTTP")
         client.close()
+        for each in (ours, theirs, table):
+            each.close()
+
+
+async def test_a_connection_is_given_back_as_soon_as_its_response_is_sent() -> None:
+    async with serving_in_memory(named("child")) as server:
+        table = ConnectionTable(1)
+        ours, theirs = socket.socketpair()
+        messages: list[int] = []
+        taken = TakenConnection(map_table(table.fileno()), 0, ours, messages.append)
+        client = Late(HTTPConnection(server.state, lambda: None, MovedConnection(ours), taken))
+        server.state.moves.gives_back = True
+        client.send(request("/"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert b"child 0" in client.received
+        assert messages == [GIVE_BACK]
         for each in (ours, theirs, table):
             each.close()
 
