@@ -33,10 +33,8 @@ def test_it_counts_what_was_read_and_written_and_not_what_waits(
     before = transferred(server)
     assert before is not None
     server.setblocking(False)
-    written = 0
-    with pytest.raises(BlockingIOError):
-        while True:  # more than the client's side takes
-            written += server.send(b"z" * 1_000_000)
+    written = server.send(b"z" * 50_000_000)  # more than the client's side takes
+    assert written < 50_000_000
     now = transferred(server)
     assert now is not None
     assert now.since(before) == Transferred(0, written)
