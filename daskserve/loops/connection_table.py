@@ -28,10 +28,10 @@ from daskserve.loops.tcp_counts import Transferred
 SLOT_BYTES = 16 * 1024
 #: The state; the number of recorded bytes, and of bytes received before them; and for a response, its size,
 #: or 0 if that is not known, and the numbers of bytes received up to the end of its request and sent before.
-_HEAD = struct.Struct("<B3xIQIQQ")
+_HEAD = struct.Struct("<B3xIQQQQ")
 _RECEIVED, _RECEIVED_AT = struct.Struct("<IQ"), 4
 _LENGTH = struct.Struct("<I")
-_RESPONSE, _RESPONSE_AT = struct.Struct("<IQQ"), 16
+_RESPONSE, _RESPONSE_AT = struct.Struct("<QQQ"), 16
 _ROOM_BYTES = SLOT_BYTES - _HEAD.size
 _INT = struct.Struct("i")
 #: The messages between the two processes: the number of a slot, and the flag that gives its connection back.

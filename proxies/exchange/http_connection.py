@@ -367,7 +367,7 @@ def give_back_idle(self: HTTPConnection, again_s: float = 0.0) -> bool:
     if not self.is_made or self._is_busy or self._drops_data or self._has_ended:
         return False
     if self.stream.writing():
-        # At first at once, because uvloop sends a response at the end of this iteration of the event loop.
+        # At first at once, because most versions of uvloop send a response at the end of this iteration.
         asyncio.get_running_loop().call_later(again_s, give_back_idle, self, SENT_S)
         return False
     if self.taken is not None and self.taken.is_unsent:

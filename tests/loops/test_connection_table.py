@@ -127,6 +127,11 @@ def is_streamed(record: ConnectionRecord) -> None:
     record.answer(7, 0, 0)
 
 
+def has_a_huge_answer(record: ConnectionRecord) -> None:
+    begins(record)
+    record.answer(0, 1 << 33, 0)
+
+
 SIZE = len(HEAD)
 
 
@@ -143,6 +148,7 @@ SIZE = len(HEAD)
         (finishes, SIZE, 10, IDLE, b""),
         (has_next, 2 * SIZE + len(BODY), 10, IDLE, BODY + HEAD),
         (is_read_elsewhere, SLOT_BYTES, 0, IDLE, HEAD),
+        (has_a_huge_answer, SIZE, 1 << 33, IDLE, b""),
         (is_streamed, SIZE, 7, BEGUN, HEAD),
         (is_streamed, SIZE, 8, FIXED, b""),
         (answers, 0, 0, FIXED, b""),  # a kernel that does not count

@@ -253,7 +253,6 @@ async def test_a_child_that_takes_nothing_gets_nothing_for_a_while(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(given_connections, "CHECK_S", 0.001)
-    monkeypatch.setattr(given_connections, "UNTAKEN_S", 0.01)
     monkeypatch.setattr(given_connections, "BLOCKED_S", 0.05)
     given, child = proxy.child()
     proxy.give(1)
@@ -266,6 +265,23 @@ async def test_a_child_that_takes_nothing_gets_nothing_for_a_while(
     assert proxy.give(1) == [True]
     assert child.messages() == []
     assert len(child.records) == 2
+
+
+async def test_a_pause_of_the_proxy_takes_no_connection_from_a_child(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    given, child = proxy.child()
+    proxy.give(1)
+    paused_s = 0.0
+    before = loop.time
+    monkeypatch.setattr(loop, "time", lambda: before() + paused_s)
+    paused_s = 5.0
+    await wait_until(lambda: bool(given._untaken[0]))
+    assert proxy.served == []
+    child.messages()
+    await wait_until(lambda: not given._untaken)
+    assert (len(given), proxy.served) == (1, [])
 
 
 async def test_a_child_without_descriptors_gets_nothing_for_a_while(proxy: Proxy) -> None:

@@ -8,24 +8,32 @@ from typing import Any
 
 import pytest
 from http_harness import (
+    TRANSPORT,
     Client,
     connected,
     on_each_loop,
     on_each_transport,
     poll_for,
+    read_body,
     request,
+    respond,
 )
 from memory_transport import MemoryTransport, serving_in_memory
 from moving_servers import LOST, body, named, proxy_of
 
+from daskserve.common.types import Receive, Send
 from daskserve.loops.connection_table import (
+    GIVE_BACK,
     ConnectionState,
     ConnectionTable,
     MovedConnection,
     map_table,
 )
 from daskserve.loops.tcp_counts import transferred
+from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.request.body import RequestBody
+from daskserve.proxies.exchange.request.buffered_body import BufferedBodyProtocol
 from daskserve.proxies.exchange.taken_connection import TakenConnection
 
 
@@ -67,6 +75,63 @@ async def test_a_request_or_a_response_survives_a_process_that_is_killed_before_
         assert await body(client) == "proxy 0"
 
 
+BODY = bytes(range(256)) * 4000  # 1 MB, which asyncio's transports receive into its buffer
+
+
+async def gathered(scope: Scope, receive: Receive, send: Send) -> None:
+    assert isinstance(receive, RequestBody)
+    await receive.gather()
+    await respond(send, await read_body(receive))
+
+
+@on_each_loop
+async def test_a_connection_can_move_again_after_a_large_body() -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(gathered) as (child, given),
+        connected(proxy.server) as client,
+    ):
+        data = request(method="POST", body=BODY)
+        await client.send(data[:1000])
+        await client.send(data[1000:] + request(method="POST", body=b"next"))
+        assert [(await client.response()).body for _ in range(2)] == [BODY, b"next"]
+        proxy.port.withdraw(given)
+        await child.drain(10, gives_back=True)
+        assert await body(client) == "proxy 0"
+
+
+@on_each_loop
+async def test_a_process_that_is_killed_while_it_fills_a_body_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(gathered) as (child, given),
+        connected(proxy.server) as client,
+    ):
+        if TRANSPORT.get() == "tornado":
+            return  # its transport does not fill bodies
+
+        def is_filling(connection: Any) -> bool:
+            return isinstance(connection._transport.get_protocol(), BufferedBodyProtocol)
+
+        data = request(method="POST", body=BODY)
+        await client.send(data[:1000])
+        await poll_for(lambda: child.state.tasks)
+        await client.send(data[1000:2000])
+        await poll_for(lambda: all(map(is_filling, child.state.connections)))
+        (each,) = given._given.values()
+        with monkeypatch.context() as patched:  # from now on, the child does no more
+            patched.setattr(BufferedBodyProtocol, "buffer_updated", lambda *_: None)
+            await client.send(data[2000:3000])
+            await poll_for(lambda: (now := transferred(each.sock)) is not None and now.read >= 3000)
+            for connection in list(child.state.connections):
+                child.state.idle_watch.unwatch(connection)
+                connection.stream.pause_reading()
+            proxy.port.drop(given, LOST)
+        assert proxy.server._acceptor.open == 0
+
+
 @on_each_transport
 async def test_a_request_that_had_begun_at_a_lost_process_says_so_once() -> None:
     async with proxy_of(named("proxy")) as proxy:
@@ -94,6 +159,14 @@ class Buffering(MemoryTransport):
         return self.unsent_bytes
 
 
+class Late(Buffering):
+    """Sends at the end of an iteration of the event loop, as older versions of uvloop do."""
+
+    def write(self, data: Any) -> None:
+        super().write(data)
+        asyncio.get_running_loop().call_soon(setattr, self, "unsent_bytes", 0)
+
+
 async def test_a_connection_cannot_move_before_its_response_is_sent() -> None:
     async with serving_in_memory(named("child")) as server:
         table = ConnectionTable(1)
@@ -109,6 +182,23 @@ async def test_a_connection_cannot_move_before_its_response_is_sent() -> None:
         client.send(b"TP")
         assert table.read(0) == (ConnectionState.IDLE, b"GET / HTTP")
         client.close()
+        for each in (ours, theirs, table):
+            each.close()
+
+
+async def test_a_connection_is_given_back_as_soon_as_its_response_is_sent() -> None:
+    async with serving_in_memory(named("child")) as server:
+        table = ConnectionTable(1)
+        ours, theirs = socket.socketpair()
+        messages: list[int] = []
+        taken = TakenConnection(map_table(table.fileno()), 0, ours, messages.append)
+        client = Late(HTTPConnection(server.state, lambda: None, MovedConnection(ours), taken))
+        server.state.moves.gives_back = True
+        client.send(request("/"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert b"child 0" in client.received
+        assert messages == [GIVE_BACK]
         for each in (ours, theirs, table):
             each.close()
 

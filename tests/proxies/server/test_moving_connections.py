@@ -161,9 +161,11 @@ async def test_a_child_gives_connections_back_that_are_always_in_use(grace_s: fl
         assert [await body(each) for each in used] == ["child 0"] * 3
         is_over = False
 
+        answers: list[str] = []
+
         async def use(client: Client) -> None:
             while not is_over:
-                await body(client)
+                answers.append(await body(client))
 
         using = [asyncio.create_task(use(each)) for each in used] if grace_s else []
         proxy.port.withdraw(given)
@@ -171,6 +173,7 @@ async def test_a_child_gives_connections_back_that_are_always_in_use(grace_s: fl
         await poll_for(lambda: not child.state.connections)
         is_over = True
         await asyncio.gather(*using)
+        assert answers.count("child 0") <= 3 * len(used)
         await poll_for(lambda: len(proxy.server.state.connections) == 150)
         assert [await body(each) for each in (*used, *idle[:3])] == ["proxy 0"] * 6
 

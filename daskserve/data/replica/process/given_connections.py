@@ -36,9 +36,10 @@ from daskserve.loops.connection_table import (
 )
 from daskserve.loops.tcp_counts import Transferred, transferred
 
-#: Interval at which the proxy checks whether a child has taken its connections; how long a child may take
-#: none of them; and how long it then gets no more.
-CHECK_S, UNTAKEN_S, BLOCKED_S = 0.05, 0.2, 1.0
+#: Interval at which the proxy checks whether a child has taken its connections; how many checks in a row may
+#: find one that it has not; and how long it then gets no more. A time would blame a child for a pause of this
+#: process.
+CHECK_S, UNTAKEN_CHECKS, BLOCKED_S = 0.05, 4, 1.0
 #: How many messages are read, and how many connections of a lost child continue, in one iteration of the
 #: event loop; each takes 0.1 ms.
 _AT_ONCE = 100
@@ -79,8 +80,8 @@ class GivenConnections:
         self._ours.setblocking(False)
         self._free = list(range(slots - 1, -1, -1))
         self._given: dict[int, _Given] = {}
-        #: The connections that the child has not taken yet, with the times when they were given.
-        self._untaken: dict[int, float] = {}
+        #: The connections that the child has not taken yet, with the number of checks since then.
+        self._untaken: dict[int, int] = {}
         self._asked: deque[int] = deque()
         self._check: asyncio.TimerHandle | None = None
         self._blocked_until = float("-inf")
@@ -118,7 +119,7 @@ class GivenConnections:
             self._blocked_until = self._loop.time() + BLOCKED_S
             return False
         self._given[slot] = _Given(moved.sock, moved.stays, before)
-        self._untaken[slot] = self._loop.time()
+        self._untaken[slot] = 0
         if self._check is None:
             self._check = self._loop.call_later(CHECK_S, self._find_untaken)
         return True
@@ -153,11 +154,14 @@ class GivenConnections:
         """Take connections back from a child that does not take them, because it is blocked."""
         assert self._loop is not None
         self._check = None
-        for slot in [each for each in self._untaken if self._table.state(each) != ConnectionState.GIVEN]:
-            del self._untaken[slot]
+        self._untaken = {
+            slot: checks + 1
+            for slot, checks in self._untaken.items()
+            if self._table.state(slot) == ConnectionState.GIVEN
+        }
         if not self._untaken:
             return
-        if self._loop.time() - min(self._untaken.values()) >= UNTAKEN_S:
+        if max(self._untaken.values()) >= UNTAKEN_CHECKS:
             self._blocked_until = self._loop.time() + BLOCKED_S
             self.withdraw()
         else:
