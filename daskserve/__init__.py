@@ -88,7 +88,7 @@ _NAMES: Mapping[str, str] = {
     "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context",
     "": "autoscaling batching classic config context errors handle metrics tasks",
 }
-#: Names that were public here before they had a module of their own. Importing them from here still works.
+#: Names that this module had before they got a module of their own. Importing them from here still works.
 _MOVED: Mapping[str, str] = {
     "autoscaling": "AutoscalingContext Decision",
     "batching": "ActiveRequest continuous_batch",

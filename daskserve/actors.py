@@ -95,7 +95,7 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes_known = asyncio.Event()
         self._listener: HTTPListener | None = None
-        #: The children that serve connections of this proxy, and its port; None without ``replicas_listen``.
+        #: The children that serve connections of this proxy, and its port. None without ``replicas_listen``.
         self._children: ListeningChildren | None = None
         self._port: Port | None = None
         self._watches: list[Any] = []
@@ -174,7 +174,7 @@ class ProxyActor:
         return self._with_children(counts)
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        raise BadRequestError("A proxy takes its requests over HTTP.")
+        raise BadRequestError("A proxy accepts requests only over HTTP.")
 
     @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
@@ -241,7 +241,7 @@ class ProxyActor:
 def replicas_listen(start: ProxyStart) -> bool:
     """Return whether replicas listen: as the options say, or by default if that is possible.
 
-    Connections with TLS cannot move, and middlewares may rely on being the only ones of a worker.
+    Connections with TLS cannot move, and middlewares may rely on seeing all requests of a worker.
     """
     options = start.options
     if options.replicas_listen is not None:

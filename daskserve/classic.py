@@ -113,7 +113,8 @@ __all__ = [
     "wait_for_goal_async",
 ]
 
-#: Loaded on first use: a replica's first request must not load a whole client to know its replica's tag.
+#: Loaded on first use, so that a replica's first request does not load a whole client only to read the
+#: replica's tag.
 __getattr__ = LazyNames(
     globals(),
     {

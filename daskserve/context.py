@@ -311,10 +311,10 @@ class RequestContext:
     # One object is created per request: for speed it is not frozen, and the first call creates its set.
     request_id: str = ""
     route: str = ""
-    #: The deadline, on the clock of the replica's event loop; None for no deadline.
+    #: The deadline, on the clock of the replica's event loop; None if there is none.
     deadline: float | None = None
-    # These are class attributes until an instance sets them, which saves time per request. This one and the
-    # following are the options of the handle's call; empty if the caller set none.
+    # These are class attributes, which an instance overrides only if needed; this saves time per request.
+    # This one and the following are the options of the handle's call; empty if the caller set none.
     multiplexed_model_id: ClassVar[str] = ""
     session_id: ClassVar[str] = ""
     priority: ClassVar[int | str] = 0
@@ -362,7 +362,7 @@ class RequestContext:
 
     @property
     def cancels_new_tasks(self) -> bool:
-        """Whether the request is cancelled, and the caller is a plain function, which cannot be stopped."""
+        """Whether the request is cancelled and its code is a plain function, which cannot be stopped."""
         return self._is_cancelled and running_loop() is None
 
     def cancel_calls(self) -> None:

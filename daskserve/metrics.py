@@ -191,9 +191,9 @@ class Histogram(Metric):
         super().__init__(name, description, tag_keys)
         bounds = tuple(float(each) for each in boundaries or ())
         if not bounds or not all(0 < each < math.inf for each in bounds):
-            raise ValueError(f"boundaries must be positive numbers, at least one, not {boundaries!r}.")
+            raise ValueError(f"boundaries must be one or more positive numbers, got {boundaries!r}.")
         if any(low >= high for low, high in itertools.pairwise(bounds)):
-            raise ValueError(f"boundaries must ascend, not {boundaries!r}.")
+            raise ValueError(f"boundaries must be in ascending order, got {boundaries!r}.")
         metric = self._metric
         self._metric = UserMetric(metric.name, metric.kind, metric.description, metric.tag_keys, bounds)
 

@@ -107,8 +107,7 @@ def check(place: str | Path) -> StoreReport:
 
     Raises
     ------
-    StoreError
-        There is none, or it cannot be read at all.
+    StoreError There is no store or backup, or it cannot be read at all.
     """
     return _report(place, _read(place))
 
@@ -137,7 +136,7 @@ def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | No
 def restore(
     path: str | Path, url: str, *, instances: Iterable[InstanceName] | None = None, force: bool = False
 ) -> StoreReport:
-    """Replace the records of the instances of a backup in a store, and return the new ones.
+    """Replace the records in a store by those of the instances in a backup, and return the new records.
 
     The store may be of another kind than the original. Other instances in it stay unchanged. Each instance is
     replaced whole or not at all, even if the process is killed.
@@ -171,7 +170,7 @@ def restore(
 
 
 def repair(url: str) -> list[str]:
-    """Accept a store as complete, and return the records that are lost for good.
+    """Accept a store as complete, and return the records that are lost permanently.
 
     Damaged records stay set aside. Call this only if there is no backup, after copying all files of the
     store.

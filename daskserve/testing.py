@@ -44,7 +44,7 @@ class DeadlockError(RuntimeError):
 
 
 class LivelockError(RuntimeError):
-    """A `VirtualTimeLoop` runs without end: time stands still, or has passed the limit."""
+    """A `VirtualTimeLoop` runs without end: time does not advance, or has passed the limit."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -214,8 +214,8 @@ def local_instance(
     tracing_config : TracingConfig or dict, optional
         Traces; see `daskserve.start`.
     logging_config : LoggingConfig or dict, optional
-        Logs; see `daskserve.start`. With it, there is an access log. The records of replicas have their
-        fields in any case, as attributes of `logging.LogRecord`, and handlers get them at once.
+        Logs; see `daskserve.start`. With it, there is an access log. The records of replicas always have
+        their fields, as attributes of `logging.LogRecord`, and handlers get them at once.
 
     Examples
     --------

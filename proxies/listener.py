@@ -235,7 +235,7 @@ class HTTPListener:
             await self._health.drain(min(grace_s, HEALTH_GRACE_S))
             await self._health.stop()
         if self.server is not None:
-            if grace_s > 0:
+            if grace_s > 0 or gives_back:
                 if self.ingress is not None and is_last:
                     self.ingress.start_draining()
                 await self.server.drain(grace_s, sends_away=sends_away, gives_back=gives_back)

@@ -154,7 +154,7 @@ class ReplicaListeners:
     async def stop(
         self, key: str, grace_s: float, *, sends_away: bool = True, gives_back: bool = False
     ) -> dict[str, Any]:
-        """Close one listener, or all of them for good if the key is empty; return their last metrics.
+        """Close one listener, or all of them permanently if the key is empty; return their last metrics.
 
         For ``sends_away`` and ``gives_back``, see `daskserve.proxies.server.server.HTTPServer.drain`.
         """
@@ -166,7 +166,7 @@ class ReplicaListeners:
                 for unused in self._files.pop(each, ()):
                     os.close(unused)
             found = {each: self._listeners[each] for each in keys if each in self._listeners}
-        # If the proxy stays, the health checks of its host must go on succeeding.
+        # If the proxy remains, the health checks of its host must continue to succeed.
         stopping = [
             each.stop(
                 grace_s,

@@ -29,7 +29,7 @@ from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.fields.bounds import Bounds
 
-#: Maximum number of samples kept, whatever the look-back period and the sampling rate.
+#: Maximum number of samples kept, regardless of the look-back period and the sampling rate.
 MOST_SAMPLES = 4096
 #: Metrics are stale when they are older than both this many intervals and this many seconds.
 STALE_INTERVALS = 2

@@ -46,7 +46,8 @@ class Damping:
 
     @classmethod
     def of(cls, config: AutoscalingConfig) -> Damping:
-        """Return the damping of a config. The classic policy gets only the damping of classic Ray Serve."""
+        """Return the damping of a config. The classic policy gets only the damping that classic Ray Serve
+        has."""
         is_classic = config.policy == "classic"
         return cls(
             config.upscale_delay_s,
@@ -101,7 +102,7 @@ class Delays:
         return self._down(now - self.down_since, current, wanted, damping)
 
     def _remember(self, now: float, wanted: int, period_s: float) -> None:
-        # Only the maximum is read, so a number replaces all smaller ones before it.
+        # Only the maximum is read, so a new number replaces all smaller ones before it.
         while self.wanted and self.wanted[-1][1] <= wanted:
             self.wanted.pop()
         self.wanted.append((now, wanted))

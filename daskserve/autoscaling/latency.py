@@ -1,10 +1,10 @@
 """A policy that keeps latency below an objective.
 
-Latency does not tell how many replicas are missing: below a certain load per replica it hardly changes, and
-above that load it grows without limit. The policy therefore learns this load. For an hour it remembers the
-rate per replica at which the objective was met ("good") and the rate at which it was missed ("bad"). The good
-rate determines how far it may scale down at once; the bad rate limits the next attempt. In a new controller,
-the policy starts without this state.
+The latency alone does not show how many replicas are missing: below a certain load per replica it hardly
+changes, and above that load it grows without limit. The policy therefore learns this load. For an hour it
+remembers the rate per replica at which the objective was met ("good") and the rate at which it was missed
+("bad"). The good rate determines how far it may scale down at once; the bad rate limits the next attempt. In
+a new controller, the policy starts without this state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from daskserve.common.formatting import shown
 COMFORT = 0.8
 #: The load per replica stays below this share of the "bad" rate.
 MARGIN = 0.9
-#: Largest factor of one step up. The latencies of a growing queue do not tell how many replicas it needs.
+#: Largest factor of one step up. The latencies of a growing queue do not show how many replicas it needs.
 MOST_AT_ONCE = 2.0
 #: Share of the replicas that one step down removes while the "bad" rate is unknown.
 TRIED = 0.1
@@ -70,7 +70,8 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
 
 
 def quantile_of(counts: Sequence[float], bounds_s: Sequence[float], quantile: float) -> float:
-    """Return a quantile of bucketed values, spread evenly within each bucket; infinity in the last one."""
+    """Return a quantile of bucketed values. Values are spread evenly within each bucket; in the last one, the
+    result is infinity."""
     rank, below, lower = quantile * sum(counts), 0.0, 0.0
     for count, upper in zip(counts, bounds_s, strict=False):
         if count and below + count >= rank - ROUNDING:

@@ -96,7 +96,7 @@ def _counting(context: AutoscalingContext) -> Sequence[Sample]:
 
 
 def _uncertainty(context: AutoscalingContext, samples: Sequence[Sample]) -> float:
-    """Return the error of the mean load that comes from noise, in replicas.
+    """Return the part of the load's error that noise causes, in replicas.
 
     The noise is estimated from differences between successive samples, so a lasting change of the load does
     not count as noise.
@@ -164,7 +164,7 @@ def _duration_s(samples: Sequence[Sample]) -> float | None:
 def _each_runs(context: AutoscalingContext, queueing: Sequence[Sample]) -> float:
     """Return the largest number of requests one replica ran while requests were queued; 0 if unknown.
 
-    While requests are queued, replicas run as many requests as they can, whatever the target is. Replicas
+    While requests are queued, replicas run as many requests as they can, regardless of the target. Replicas
     that have just started run fewer, so the policy's state keeps the maximum.
     """
     known: float = context.state.get("each_runs", 0.0)

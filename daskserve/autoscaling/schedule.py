@@ -18,7 +18,7 @@ BOUNDS = ("min_replicas", "max_replicas")
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
-    """The bounds that apply from a time of one cron expression until the next time of another one."""
+    """The bounds that a cron expression sets, until the next time of another one."""
 
     line: CronExpression
     least: int

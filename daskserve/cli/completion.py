@@ -38,7 +38,7 @@ def completion(shell: str) -> None:
 
 
 def complete_files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete names of files, for an argument that may be a file."""
+    """Complete names of files, for an argument that may be a file."""
     return [CompletionItem(incomplete, type="file")]
 
 

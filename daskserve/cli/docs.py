@@ -19,7 +19,7 @@ MAX_OTHERS = 8
 
 
 class Match(IntEnum):
-    """How well a section fits a keyword; the smallest fits best."""
+    """How well a section matches a keyword; the smallest value is the best match."""
 
     ROW = 0
     TITLE = 1
@@ -35,7 +35,7 @@ class Section:
     text: str
 
     def match(self, keyword: str) -> Match | None:
-        """Return how well the section fits a keyword, ignoring case; None if it does not fit."""
+        """Return how well the section matches a keyword, ignoring case; None if it does not match."""
         if self.rows(keyword):
             return Match.ROW
         if keyword.lower() in self.title.lower():
@@ -48,7 +48,7 @@ class Section:
         return [line for line in self.text.splitlines() if row.match(line)]
 
     def shown(self, keyword: str) -> str:
-        """Return the heading, with the rows about the keyword, or with all of the text."""
+        """Return the heading with the rows about the keyword, or with the whole text."""
         rows = [row.strip("| ").replace(" | ", "\n  ") for row in self.rows(keyword)]
         text = "\n\n".join(rows) or self.text
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!-- .*? -->\n|<[a/][^>]*>", "", text))
@@ -77,7 +77,7 @@ def sections(folder: Path) -> Iterator[Section]:
 def docs(keyword: str) -> None:
     """Show the section of the documentation about KEYWORD.
 
-    KEYWORD is an option, an error, a metric, a key of the configuration, or a word of a heading.
+    KEYWORD is the name of an option, error, metric or configuration key, or a word in a heading.
     """
     folder = next((each for each in FOLDERS if each.is_dir()), None)
     if folder is None:

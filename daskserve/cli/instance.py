@@ -92,7 +92,8 @@ def reading(at: InstanceAddress) -> Iterator[Client]:
     Raises
     ------
     CommandError
-        The controller does not answer. The message says what the scheduler knows; the exit code is 3.
+        The controller does not answer. The message contains what the scheduler knows about it; the exit code
+        is 3.
     """
     with connected(at) as client:
         try:

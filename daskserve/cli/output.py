@@ -53,7 +53,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     #: Wrong usage; click's code.
     USAGE = 2
-    #: No instance runs there, the cluster cannot be reached, or a reading command gets no answer.
+    #: No instance runs there, the cluster cannot be reached, or a command that only reads gets no answer.
     NOT_RUNNING = 3
     #: With ``diff --exit-code``: there are changes.
     CHANGES = 4

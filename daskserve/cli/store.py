@@ -25,7 +25,7 @@ def store() -> None:
 
 
 def _stored(context: click.Context, parameter: click.Parameter, place: str) -> str:
-    """Refuse a file that does not exist, as click does of options that are files."""
+    """Raise an error for a file that does not exist, as click does for options that are files."""
     if "://" not in place and not Path(place).is_file():
         raise click.BadParameter(
             f"There is no file {place!r}. A backup is a file, and a store is a URL, such as "
@@ -69,7 +69,7 @@ def backup(url: str, file: Path, instances: tuple[str, ...], as_json: bool) -> N
 )
 @json_option
 def restore(file: Path, url: str, instances: tuple[str, ...], force: bool, as_json: bool) -> None:
-    """Replace the records in the store at URL by the backup FILE; the kinds of store may differ."""
+    """Replace the records in the store at URL by the backup FILE, which may be of another kind of store."""
     with errors_as_messages():
         found = stores.restore(file, url, instances=instances or None, force=force)
     end(found, "Restored. Start the instance on this store.", as_json)
@@ -79,7 +79,7 @@ def restore(file: Path, url: str, instances: tuple[str, ...], force: bool, as_js
 @click.argument("place", metavar="URL|FILE", callback=_stored)
 @json_option
 def check(place: str, as_json: bool) -> None:
-    """Say what is damaged or missing in a store, or in a backup, and what to do. Changes nothing.
+    """List what is damaged or missing in a store or in a backup, and what to do about it. Changes nothing.
 
     Exits with 1 if anything is damaged or missing.
     """
@@ -92,7 +92,7 @@ def check(place: str, as_json: bool) -> None:
 @click.argument("place", metavar="URL|FILE", callback=_stored)
 @json_option
 def list_(place: str, as_json: bool) -> None:
-    """List the instances in a store, or in a backup, with what is deployed in them."""
+    """List the instances in a store or in a backup, and what is deployed in them."""
     with errors_as_messages():
         found = stores.check(place)
     if as_json:

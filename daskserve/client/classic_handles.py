@@ -10,7 +10,8 @@ from daskserve.loops.event_loop import running_loop
 
 
 def classic_handle(handle: Handle, sync: bool) -> Handle:
-    """Return a handle in one of the two classic forms; warn if it does not fit the calling context."""
+    """Return a handle in one of the two classic forms; warn if that form does not suit the calling
+    context."""
     is_in_loop = running_loop() is not None
     if sync and is_in_loop and not in_cell():
         warn_caller(

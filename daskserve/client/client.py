@@ -51,7 +51,7 @@ class InstanceClient:
         return f"<daskserve.{kind} of {self.instance_name!r} at {self.scheduler_address} {state}>"
 
     def _repr_html_(self) -> str:
-        """Return the same for notebooks, with links to the pages that show the instance."""
+        """Return the same as HTML for notebooks, with links to the pages of the instance."""
         links = "" if self._connection.is_closed else html_links(links_of(self.dashboard_link))
         return f"<p>{escape(repr(self))}</p>" + (f"<p>{links}</p>" if links else "")
 
@@ -101,8 +101,8 @@ class ClientVerbs(
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
         """Return whether a change that was started with ``blocking=False`` completed in time.
 
-        As in the classic system, a change that a later one supersedes is complete; `status` names its
-        successor.
+        As in the classic system, a change that is superseded by a later one counts as complete; `status`
+        names the later one.
 
         Parameters
         ----------
@@ -135,7 +135,8 @@ class ClientVerbs(
         await self._connection.shutdown(asynchronous=self._asynchronous)
 
     async def disconnect(self) -> None:
-        """Close this client; a detached instance keeps running, one that this client owns ends. Idempotent.
+        """Close this client. A detached instance keeps running; an instance that this client owns ends.
+        Idempotent.
 
         An instance on which other programs have deployed something keeps running, too. A Dask client that
         ``start`` or ``connect`` created for an ``address`` closes.
@@ -147,8 +148,8 @@ class ClientVerbs(
 
         Prints the instance's address, and a line for each change after that: deployments, replicas that
         became ready or were lost, addresses. An instance that this program started ends, unless other
-        programs have deployed something on it. It lets requests under way complete; a second signal ends it
-        at once. An instance of another program keeps running.
+        programs have deployed something on it. It lets requests in flight complete; a second signal ends the
+        instance at once. An instance of another program keeps running.
         """
         await self._serve({})
 
@@ -252,13 +253,12 @@ class ClientVerbs(
 
         Raises
         ------
-        ServeError
-            The place cannot be used, or a newer instance uses it; the message names the remedy.
+        ServeError The place cannot be used, or a newer instance uses it; the message says what to do.
         """
         return int(await self._call("rewrite_store"))
 
     async def explain(self, name: str) -> Explanation:
-        """Return an explanation of the number of replicas of a backend or deployment; print it to read it.
+        """Return an explanation of the number of replicas of a backend or deployment, to be printed.
 
         Raises
         ------
@@ -287,7 +287,8 @@ class ClientVerbs(
     async def listen_for_change(
         self, keys_to_snapshot_ids: Mapping[str, SnapshotId | None]
     ) -> dict[str, tuple[SnapshotId, Any]]:
-        """Return the published values that are newer than the given snapshots; wait if there are none yet.
+        """Return the published values that are newer than the given snapshots; if there are none, wait for
+        them.
 
         Parameters
         ----------
@@ -310,7 +311,8 @@ class ClientVerbs(
 
 
 def _with_shown_errors(cls: type[ShownT]) -> type[ShownT]:
-    """Let all coroutine methods of a client show their errors as the functions of the package do."""
+    """Let all coroutine methods of a client raise their errors in the same form as the functions of the
+    package."""
     for name in dir(cls):
         verb = getattr(cls, name)
         if not name.startswith("_") and inspect.iscoroutinefunction(verb):
@@ -362,7 +364,8 @@ class Client(InstanceClient):
         self._leave()
 
     def get_handle(self, endpoint_name: str, missing_ok: bool = False, sync: bool = True) -> Handle:
-        """Return a handle that calls an endpoint from Python, the same one until the endpoint changes.
+        """Return a handle that calls an endpoint from Python; it is the same object until the endpoint
+        changes.
 
         Parameters
         ----------
@@ -371,7 +374,7 @@ class Client(InstanceClient):
             error.
         sync : bool
             Whether ``remote`` returns a `Response` (True), or is a coroutine that returns it, as in the
-            classic system: ``await (await handle.remote())`` (False). A handle that does not fit the calling
+            classic system: ``await (await handle.remote())`` (False). A handle that does not suit the calling
             context causes a warning.
 
         Raises

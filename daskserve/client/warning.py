@@ -7,7 +7,8 @@ import warnings
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of user code that called daskserve, through however many of its functions."""
+    """Warn at the line of user code that called daskserve, even if the call went through several of its
+    functions."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("daskserve."):
         level, frame = level + 1, frame.f_back

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import inspect
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -52,12 +50,13 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks", "state")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")
+    check.constants(inspect.unwrap(Scheduler.remove_worker), "scheduler-remove-worker")
     check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
     check.fields(WorkerState, "actors")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
-    check.attributes(Status, "dont_reply", "running")
+    check.attributes(Status, "closing_gracefully", "dont_reply", "running")
     check.fields(Comm, "local_info", "remote_info", "handshake_options")
     check.attributes(Comm, "handshake_info", "handshake_configuration")
     check.fields(TCP, "stream")
@@ -72,9 +71,11 @@ with needs("dask", ">=2025.1,<2026.9") as check:
 #: Also used by other modules of `daskserve.cluster`.
 __all__ = ["gather_from_workers", "get_ip", "to_serialize"]
 
-#: Why a worker closes: its stream from the scheduler broke, or the scheduler does not know the worker.
-_STREAM_BROKE = "worker-handle-scheduler-connection-broken"
-_IS_UNKNOWN = "worker-heartbeat-missing"
+#: Why a worker closes: its connection to the scheduler broke, the scheduler does not know the worker, or the
+#: scheduler has removed the worker and tells it to close.
+STREAM_BROKE = "worker-handle-scheduler-connection-broken"
+IS_UNKNOWN = "worker-heartbeat-missing"
+IS_REMOVED = "scheduler-remove-worker"
 
 #: Interval at which to check whether a client has connected again.
 _CONNECTING_S = 0.05
@@ -102,7 +103,7 @@ def is_asynchronous(client: Client) -> bool:
 
 
 def leave_folders() -> None:
-    """In a forked process: leave the temporary folders of Dask's servers to the parent, which has these."""
+    """In a forked process: leave Dask's temporary folders to the parent, whose servers use them."""
     detach_finalizers(WorkDir._finalize)
 
 
@@ -116,10 +117,11 @@ def release_loop(closed: Client | Cluster) -> None:
     """Release the event loop of a closed client or cluster; idempotent.
 
     Dask counts the clients and clusters that use a loop of its own, and ends the loop's thread with the last
-    one. Its clients count themselves when they start. They do not when they close, if they are asynchronous,
-    or after ``shutdown``.
+    one. Its clients count themselves when they start. They do not do so when they close, if they are
+    asynchronous, or after ``shutdown``.
     """
-    # A thread cannot wait for its own end, so the last user on the loop itself only asks the loop to end.
+    # A thread cannot wait for its own end, so if the last user is on the loop itself, it only requests the
+    # end of the loop.
     with suppress(RuntimeError):
         closed._loop_runner.stop()
 
@@ -138,7 +140,7 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
 
 async def until_connected(client: Client) -> None:
     """Return once a client is connected or connected again; raise `OSError` if it is closed."""
-    # Dask keeps trying to reach a dead scheduler long after another one has replaced it.
+    # Dask keeps trying to reach a dead scheduler even after another one has replaced it.
     while client.status in ("newly-created", "connecting"):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
@@ -148,7 +150,7 @@ async def until_connected(client: Client) -> None:
 def desire_keys(client: Client, keys: list[Any]) -> None:
     """Subscribe a client to tasks of other clients; the scheduler keeps their results for it.
 
-    This ends when the client has no futures of these keys any more.
+    The subscription ends when the client has no futures of these keys any more.
     """
     client._send_to_scheduler({"op": "client-desires-keys", "keys": keys, "client": client.id})
 
@@ -157,7 +159,7 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
     """Call a function on the client's event loop once the client is closed."""
 
     async def follow() -> None:
-        with suppress(Exception):  # code that uses the client sees why it could not connect
+        with suppress(Exception):  # code that uses the client gets the reason why it could not connect
             await client
         # This task listens to the scheduler. It ends when the client is closed, and only then.
         listening = client._handle_report_task or asyncio.ensure_future(asyncio.sleep(0))
@@ -167,7 +169,7 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
 
 
 class _BeforeClose:
-    """Replaces a client's preload scripts, which end before anything else when the client closes."""
+    """Replaces a client's preload scripts, which are the first to end when the client closes."""
 
     def __init__(self, preloads: Any, function: Callable[[], Awaitable[None]]) -> None:
         self.start = preloads.start
@@ -233,7 +235,7 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
-    # Dask logs every error that ends this method, even the one that says that the client was closed.
+    # Dask logs every error that ends this method, even if the error only says that the client was closed.
     client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 
@@ -243,58 +245,14 @@ def scheduler_id(client: Client) -> str | None:
     return None if found is None else str(found)
 
 
-class WorkerOutcome(enum.Enum):
-    """The action of a worker that has lost its scheduler."""
-
-    #: The worker registers again.
-    STAYS = enum.auto()
-    #: The worker closes, and its nanny, if it has one, starts a new one.
-    RESTARTS = enum.auto()
-    #: The worker and its nanny close, as without daskserve.
-    CLOSES = enum.auto()
-
-
-def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[WorkerOutcome]]) -> None:
-    """Set the function that decides how a worker reacts when its connection to the scheduler breaks.
-
-    The function is not called if the scheduler requests that the worker closes.
-    """
-    original = worker.close
-    is_surviving = False
-
-    async def close(
-        timeout: float = 30, executor_wait: bool = True, nanny: bool = True, reason: str = "worker-close"
-    ) -> str | None:
-        nonlocal is_surviving
-        if is_surviving and reason == _IS_UNKNOWN:
-            return None  # a heartbeat from before the loss has reached the next scheduler
-        is_lost = reason == _STREAM_BROKE and is_present(worker) and sys.exception() is None
-        if is_lost and not is_surviving:
-            is_surviving = True
-            try:
-                outcome = await survive()
-            except Exception:
-                await original(timeout, executor_wait, False, reason)
-                raise
-            finally:
-                is_surviving = False
-            if outcome is WorkerOutcome.STAYS:
-                return None
-            if outcome is WorkerOutcome.RESTARTS:
-                executor_wait = nanny = False  # code in its threads may run for a long time
-        return await original(timeout, executor_wait, nanny, reason)
-
-    worker.close = close  # type: ignore[method-assign]
-
-
-def stop_answering_lost_scheduler(worker: Worker) -> None:
-    """Undo `answer_lost_scheduler`; idempotent."""
-    vars(worker).pop("close", None)
-
-
 def is_present(worker: Worker) -> bool:
     """Return whether a worker is neither closing nor closed."""
     return worker.status in (Status.running, Status.paused)
+
+
+def is_retiring(worker: Worker) -> bool:
+    """Return whether the scheduler retires a worker, which is still open."""
+    return bool(worker.status is Status.closing_gracefully)
 
 
 def pause_heartbeat(worker: Worker) -> None:

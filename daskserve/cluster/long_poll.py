@@ -35,7 +35,7 @@ INLINE_BYTES = 4096
 SILENCE_S = 10.0
 #: Timeout of a fetch, because the controller may hang; then the listener retries.
 FETCH_S = 2.0
-#: Maximum duration of a blocking `LongPollHost.listen_for_change`; the caller then calls again.
+#: Maximum duration of a blocking `LongPollHost.listen_for_change`; after it, the caller calls again.
 LISTEN_S = 30.0
 
 UPDATE, WORKERS, CONTROLLER, ENDED = "update", "workers", "controller", "ended"
@@ -99,7 +99,8 @@ class LongPollHost:
     async def listen_for_change(self, snapshot_ids: Mapping[str, SnapshotId | None]) -> dict[str, Any]:
         """Return the keys whose value is newer than their given snapshot, with their values.
 
-        Returns immediately if there are any; otherwise when one changes, or empty after 30 s.
+        Returns immediately if there are any, otherwise when one changes; after 30 s without a change, the
+        result is empty.
         """
 
         deadline = self._clock.now() + LISTEN_S
@@ -134,7 +135,7 @@ class LongPollClient:
         self._watchers: dict[str, list[Watcher]] = {}
         self._values: dict[str, Any] = {}
         self._seen: SnapshotId = (0, 0)
-        #: The epoch of the newest known controller, even if none of its changes has been applied yet.
+        #: The epoch of the newest known controller, even if no change from it has been applied yet.
         self._epoch = 0
         self._wanted: set[str] = set()
         self._fetch_wanted = asyncio.Event()
@@ -241,7 +242,8 @@ class LongPollClient:
         self._fetch_wanted.set()
 
     async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
-        """Return when this process has applied that change or a newer one; raise `TimeoutError` if late."""
+        """Return when this process has applied that change or a newer one; raise `TimeoutError` if this takes
+        too long."""
         deadline = self._clock.now() + timeout_s
         while self._seen < tuple(snapshot_id):
             await self._clock.wait_for(self._advanced.wait(), max(0.0, deadline - self._clock.now()))

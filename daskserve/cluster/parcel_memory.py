@@ -17,7 +17,7 @@ Place = tuple[int, int, int, int]
 #: Calls a verb of the supervisor with plain values.
 AskSupervisor = Callable[..., Awaitable[Any]]
 
-#: The size of the pieces in which content crosses a connection, or is stored.
+#: The size of the pieces in which content is sent over a connection or stored.
 PIECE_BYTES = 8 * 1024 * 1024
 
 

@@ -52,9 +52,9 @@ def silence_probe() -> Callable[..., dict[str, float]]:
 
 
 def can_mix(version: str, protocol: int | None) -> bool:
-    """Return whether a process with this version works together with this one.
+    """Return whether a process with this version can work together with this one.
 
-    Patch versions of the same minor version do if their protocols are the same, so that workers can be
+    Patch versions of the same minor version can if their protocols are the same, so that workers can be
     upgraded one after the other.
     """
     return version.split(".")[:2] == __version__.split(".")[:2] and protocol == PROTOCOL

@@ -52,9 +52,10 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 CPU = "CPU"
 #: Tolerance for rounding errors of sums.
 TOLERANCE = 1e-9
-#: Added to the estimated start time of a task on a worker that is cordoned, in seconds.
+#: Added to the estimated start time of a task on a cordoned worker, in seconds.
 CORDONED_S = 1e9
-#: How long changes of the resources that tasks hold are collected before an announcement, in seconds.
+#: Interval for which changes of the resources that tasks hold are collected before an announcement, in
+#: seconds.
 GATHER_S = 0.1
 
 PLUGIN_NAME = "daskserve-reserved-resources"
@@ -109,7 +110,7 @@ class _Changed:
     worker: WorkerState
     declared: Offer
     left: Offer
-    #: The resources without those of replicas, but with those that waiting replicas claim.
+    #: The worker's resources without those of its replicas, but with those that waiting replicas claim.
     unclaimed: Offer
 
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 class ChangedParts:
     """The newest content of each part, with the number of the update that changed it.
 
-    Readers remember one number, however many parts there are. Removals are not remembered one by one: a
-    reader that has not seen the last removal gets all parts.
+    Readers remember one number, regardless of the number of parts. Removals are not remembered individually:
+    a reader that has not seen the last removal gets all parts.
 
     Parameters
     ----------

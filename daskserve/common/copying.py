@@ -37,9 +37,10 @@ def replace(record: T, **changes: Any) -> T:
 def _copy_of(kind: Any) -> Copy:
     """Return the function that copies instances of a class.
 
-    Setting the attributes of a frozen instance needs one call for each, which takes most of the time of a
-    copy. So a copy begins as an instance of a class with the same slots that is not frozen. The function is
-    written out, because a statement for each attribute takes a fraction of the time of a loop.
+    Setting the attributes of a frozen instance needs one call for each attribute, which takes most of the
+    time of a copy. So a copy begins as an instance of a class with the same slots that is not frozen. The
+    code of the function is generated, because a statement for each attribute takes a fraction of the time of
+    a loop.
     """
     names = [each.name for each in fields(kind)]
     twin: Any = type(kind.__name__, (), {"__slots__": names})

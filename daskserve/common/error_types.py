@@ -12,7 +12,7 @@ class StandInError(Exception):
 
     @property
     def type_name(self) -> str:
-        """The name of the replaced error's class, as `type_name_of` returns it."""
+        """The name of the replaced error's class, as returned by `type_name_of`."""
         raise NotImplementedError
 
 

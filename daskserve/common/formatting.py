@@ -12,7 +12,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def as_whole(value: Any) -> int | None:
-    """Return a whole number of any type as an int; None for anything else.
+    """Return a whole number of any type as an int; None for any other value.
 
     Examples
     --------

@@ -85,7 +85,7 @@ class ProcessSettings:
         return Path(self.environments_folder).expanduser()
 
 
-#: Maximum number of buckets of durations: each bucket is a series of each histogram.
+#: Maximum number of buckets of durations, because each bucket is a series of each histogram.
 MAX_BUCKETS = 100
 
 

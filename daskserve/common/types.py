@@ -98,7 +98,7 @@ DEFAULT_APPLICATION = "default"
 def tag_part(name: str) -> str:
     """Return a name as a part of a tag, with slashes and ``#`` escaped.
 
-    Names without these characters stay as they are, unless they contain an escape such as ``%2F``.
+    Names without these characters are not changed, unless they contain an escape such as ``%2F``.
     """
     if "%" in name:
         name = re.sub("%(?=2F|23|25)", "%25", name)
@@ -222,14 +222,14 @@ SILENT_WORKERS: Final = "silent_workers"
 UNREADY: Final = "unready"
 #: The key of the published fact whether another cluster has taken over the instance's store.
 STORE_TAKEN: Final = "store_taken"
-#: The key of the published share of requests that begin a trace; None without traces.
+#: The key of the published share of requests that begin a trace; None if tracing is off.
 TRACING: Final = "tracing"
 #: Hosts that mean every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
 class Reachability(enum.StrEnum):
-    """How a process reaches a worker: directly, or through the scheduler, or not at all."""
+    """How a process reaches a worker: directly, through the scheduler, or not at all."""
 
     DIRECT = "direct"
     SCHEDULER = "scheduler"
@@ -351,7 +351,8 @@ class KeptPayload:
 
 
 class MayLeaveAnswer(Protocol):
-    """A call whose caller decides, once the answer exists, whether a large answer stays with its actor."""
+    """A call whose caller decides, once the answer exists, whether a large answer stays in its actor's
+    process."""
 
     @property
     def leaves_value(self) -> bool: ...
@@ -426,7 +427,7 @@ class Envelope:
     note_turn: Callable[[float], object] | None = None
     #: The call that the answer is for; stays in this process.
     call: MayLeaveAnswer | None = None
-    #: Returns whether the caller has received a part of the HTTP response; stays in this process, too.
+    #: Returns whether the caller has received a part of the HTTP response; also stays in this process.
     has_started: Callable[[], bool] = bool
     #: The request's model, routing state, `ValuePlaces` and `daskserve.loops.connection_table.LostAttempt`,
     #: if any. They also stay in this process.

@@ -112,7 +112,8 @@ class Checks:
         return found
 
     def deployment(self, value: Any, path: Path, others: dict[str, Place] | None = None) -> dict[str, Any]:
-        """Check the options of one deployment; ``others`` are the names of the others of its application."""
+        """Check the options of one deployment; ``others`` are the names of the application's other
+        deployments."""
         if not self._is_mapping(value, path, "a deployment"):
             return {}
         found = self._known(value, path, DEPLOYMENT_NAMES, ray_keys.DEPLOYMENT, "a deployment")
@@ -249,7 +250,7 @@ class Checks:
         self._rays_policy({"policy": value}, path[:-1])
 
     def _rays_policy(self, config: Any, path: Path) -> None:
-        """Report a policy from Ray Serve's own modules, except its default policy."""
+        """Report a policy of Ray Serve's own modules, except its default policy."""
         policy = config.get("policy") if isinstance(config, Mapping) else None
         name = policy.get("policy_function", policy.get("name")) if isinstance(policy, Mapping) else policy
         if isinstance(name, str) and name.startswith("ray.") and name not in RAY_DEFAULT_POLICIES:

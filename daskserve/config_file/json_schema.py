@@ -135,7 +135,8 @@ def _inlined(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _clean(value: Any) -> Any:
-    """Return a part of a schema that also accepts references for numbers and bools, without links."""
+    """Return a part of a schema in which numbers and bools may also be references, and descriptions have no
+    links."""
     if isinstance(value, list):
         return [_clean(each) for each in value]
     if not isinstance(value, Mapping):

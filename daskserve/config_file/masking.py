@@ -35,7 +35,7 @@ def shown(config: Any) -> Any:
 
 
 def _hidden(hide: Any, value: Any) -> Any:
-    """Return a masked secret; a reference to a variable stays."""
+    """Return a masked secret; a reference to a variable is not masked."""
     if isinstance(value, str) and value.startswith("${"):
         return value
     found = hide(value)

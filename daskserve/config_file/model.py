@@ -24,7 +24,7 @@ class DeploymentOverride(Options):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(description="Name of the deployment, as in the code.")
+    name: str = Field(description="Name of the deployment in the code.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class ApplicationConfig(Options):
         )
     )
     route_prefix: str | None = Field(
-        "/", description="Path prefix of its HTTP requests. None: it is reached by handle only."
+        "/", description="Path prefix of its HTTP requests. None: the application is called by handle only."
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the function that builds the application."
@@ -51,8 +51,9 @@ class ApplicationConfig(Options):
     env: Any = Field(
         None,
         description=(
-            "Environment of all its deployments, see [Environments](docs/options.md#environments). The "
-            "values of a deployment take precedence; the variables of both are set."
+            "Environment of all its deployments, see "
+            "[Environments](docs/options.md#environments). The environment of a deployment takes precedence; "
+            "the variables of both are set."
         ),
         validation_alias=AliasChoices("env", "runtime_env"),
     )
@@ -61,7 +62,7 @@ class ApplicationConfig(Options):
     )
     autoscaling_policy: dict[str, Any] | None = Field(
         None,
-        description="One policy that decides for all its deployments with an ``autoscaling_config``: "
+        description="One policy that scales all its deployments with an ``autoscaling_config``: "
         "``policy_function``, an import path, and ``policy_kwargs``.",
     )
     logging_config: dict[str, Any] | None = Field(
@@ -69,8 +70,8 @@ class ApplicationConfig(Options):
     )
     deployments: list[DeploymentOverride] = Field(
         default_factory=list,
-        description="Options that override those of the code. For all other options, the values of the code "
-        "apply.",
+        description="Overrides of options in the code, by deployment. All other options keep the values "
+        "of the code.",
     )
     references: Places = Field(default_factory=dict, description="Set by daskserve.")
 
@@ -98,12 +99,13 @@ class InstanceConfig(Options):
     logging_config: dict[str, Any] | None = Field(
         None,
         description=(
-            "How the instance logs, see [Logging](docs/logging.md). Without it, a running instance keeps "
-            "its settings."
+            "How the instance logs, see [Logging](docs/logging.md). If it is missing, a running "
+            "instance keeps its settings."
         ),
     )
     target_capacity: Any = Field(
         None,
-        description="Percentage, from 0 to 100, of the number of replicas in the options. None: all of them.",
+        description="Percentage of the configured number of replicas to run, from 0 to 100. None: all of "
+        "them.",
     )
     references: Places = Field(default_factory=dict, description="Set by daskserve.")

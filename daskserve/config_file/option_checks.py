@@ -24,10 +24,10 @@ def faults_of(
 ) -> list[tuple[Path, str]]:
     """Return all faults of options, each with the path of its value.
 
-    Pydantic does not compare the values of a model with each other while one of them is invalid. So values
-    with faults are removed, and the others are validated again. Values with references to variables are not
-    known yet, so they are removed, and do not count as missing. With ``are_written``, they are kept, because
-    the model describes options as written in the file.
+    Pydantic does not compare the values of a model with each other while one of them is invalid. So invalid
+    values are removed, and the others are validated again. Values with references to variables are not known
+    yet, so they are removed, and do not count as missing. With ``are_written``, they are kept, because the
+    model describes options as written in the file.
     """
     unknown: set[Path] = set()
     left = dict(values) if are_written else _known(model, values, (), unknown)
@@ -53,7 +53,7 @@ def faults_of(
 
 
 def text_of(error: ValidationError) -> str:
-    """Return the faults of options, one in each line: the option, the reason and the value."""
+    """Return the errors in options, one per line: the option, the reason and the value."""
     found = [_place_and_text(each) for each in error.errors(include_url=False)]
     return "\n".join(
         text if names(text, path) else f"{'.'.join(map(str, path))}: {text}" for path, text in found

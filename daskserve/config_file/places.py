@@ -53,7 +53,7 @@ class Faults:
         self.warnings[place, " ".join(text.split())] = None
 
     def lines(self, kind: Mapping[tuple[Place, str], None]) -> list[str]:
-        """Return faults or warnings as lines, in the order of their places."""
+        """Return errors or warnings as lines, in the order of their places."""
         return [f"{self.name}:{place.line}:{place.column}: {text}" for place, text in sorted(kind)]
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """TOML as plain values with their places.
 
 `tomllib` reads the values, and raises an error if the text is not TOML, but does not return their places. So
-a text that it accepts is scanned again, for keys and values only.
+a text that it accepts is scanned a second time, only for keys and values.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class _Building:
             if construct is not None:
                 return construct(self._constructor, node)
         except (ValueError, LookupError, yaml.YAMLError):
-            pass  # such as !!int with a text, or without one
+            pass  # such as !!int with a text, or without a value
         self._faults.add(
             place, f"{shortened(node.value)} cannot have the tag {_shown_tag(node.tag)}; leave the tag out"
         )

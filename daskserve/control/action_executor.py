@@ -162,7 +162,7 @@ class ActionExecutor:
         if ("start", replica.tag) in self._tasks or replica.tag in self._observed.ready:
             return
         try:
-            # Before the task begins, because the config may be newer than the replica's record by then.
+            # Before the task begins, because the config may then be newer than the replica's record.
             spec = self._replica_spec(replica)
         except (CodeLoadError, InstanceError) as error:
             self._observed.failed[replica.tag] = error
@@ -324,7 +324,7 @@ class ActionExecutor:
         return current is not None and (current.worker, current.incarnation) == place
 
     async def close_proxies(self, proxies: Iterable[ProxyRecord], grace_s: float) -> None:
-        """Stop proxies for good, each once its requests have ended, or after the grace period."""
+        """Stop proxies permanently, each once its requests have ended, or after the grace period."""
         closing = (self._stop_proxy(proxy, grace_s) for proxy in proxies if proxy.worker is not None)
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, Exception):

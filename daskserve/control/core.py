@@ -432,7 +432,7 @@ class ControllerCore:
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
         epoch, counter = self.long_poll.snapshot_id
-        # All proxies that may listen, including those that this controller has not observed yet.
+        # All proxies that may listen, including proxies that this controller has not observed yet.
         proxies = [
             proxy
             for proxy in self.state.proxies.values()

@@ -118,7 +118,7 @@ class Reconciler:
         self._wake.set()
 
     async def close_proxies(self, grace_s: float) -> None:
-        """Stop all proxies for good; return once their requests have ended, or after the grace period."""
+        """Stop all proxies permanently; return once their requests have ended, or after the grace period."""
         async with self._lock:
             self._listening = Listening.NO_MORE
             proxies = list(self._state.proxies.values())
@@ -195,7 +195,7 @@ class Reconciler:
         self._report()
 
     async def _attempt(self, tags: list[str], stepping: Awaitable[list[str]]) -> list[str]:
-        """Run a step; return the backends that are left; none if the step or the store fails."""
+        """Run a step; return the backends that are left; no backends if the step or the store fails."""
         try:
             return await stepping
         except StaleEpochError:
@@ -253,9 +253,9 @@ class Reconciler:
 
         Many replicas start at once when an application is deployed, and a transaction takes much longer than
         a step. So when a deployment comes up, the deployments that wait for it start in the same transaction.
-        A step that changes more than its own backend and replicas depends on the records of others, so it is
-        written alone. The step that completes an application depends only on records of that application, so
-        it is written together with steps of other applications.
+        A step that changes more than its own backend and replicas depends on the records of other backends,
+        so it is written separately. The step that completes an application depends only on records of that
+        application, so it is written together with steps of other applications.
         """
         async with self._lock:
             taken, change, left = self._decide_some(tags)
@@ -353,7 +353,7 @@ class Reconciler:
         found = {name for kind, _, name in (key.partition("/") for key in change) if kind == "backend"}
         current = self._state.backends.get(backend.tag)
         if current is None or (current.goal, current.is_deleting) == (backend.goal, backend.is_deleting):
-            # unless the goal ended, perhaps with a rollback, which needs another step
+            # Unless the goal has ended, perhaps with a rollback, which needs another step.
             found.discard(backend.tag)
         return found.union(app_state.neighbours(self._state, current or backend, change, later))
 
@@ -383,7 +383,7 @@ class Reconciler:
         return {self._worker, *self._state.proxies.workers}
 
     def next_worker(self) -> WorkerAddress | None:
-        """Return the worker that would get a replica with default options; None if none has room."""
+        """Return the worker that would get a replica with default options; None if no worker has room."""
         workers = self._observed.cleared_workers()
         found = place(self._state, workers, Demand("", (ActorOptions().demand(),)), self.workers_to_avoid())
         return None if found is None else found[0]

@@ -28,7 +28,7 @@ async def sent(
     send: Send,
     on_end: Callable[[bool], None],
 ) -> T:
-    """Send a request; call ``on_end`` with whether it failed, unless its caller leaves."""
+    """Send a request; call ``on_end`` with whether the request failed, unless its caller leaves."""
     has_failed = False
 
     def note(message: Message) -> Awaitable[None]:

@@ -1,8 +1,8 @@
 """How objects of the standard library that a program defines are rebuilt in another process.
 
-Pickle stores such an object by the name of its variable, which the other process does not have, or refuses
-it. State that is only valid in this process is left behind: a cache arrives empty, a lock unlocked, a context
-variable with its default, a pool without threads.
+Pickle either refuses such an object, or stores it by the name of its variable, which the other process does
+not have. State that is only valid in this process is not sent: a cache arrives empty, a lock unlocked, a
+context variable with its default, a pool without threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lets user code start processes with `multiprocessing` in a worker; they end with the worker.
 
 Problem: Dask's nannies start workers as daemonic processes, and "daemonic processes are not allowed to have
-children", because children of a process that is killed live on. Choice: the worker's process is marked as not
-daemonic, and each child watches its parent, with every start method.
+children", because the children of a killed process keep running. Choice: the worker's process is marked as
+not daemonic, and each child watches its parent, with every start method.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
 
 #: The key of the `_EndsWithParent` in the data that a process passes to its children.
 _KEY = "daskserve"
-#: Interval at which a new child checks whether it knows its parent.
+#: Interval at which a new child checks whether it has found its parent.
 STARTING_S = 0.01
 #: How long children may handle SIGTERM when their process ends, before they are killed.
 TERMINATE_S = 1.0
@@ -95,7 +95,8 @@ def _end_children(now: Callable[[], float]) -> None:
     for child in children:
         child.terminate()
     deadline = now() + TERMINATE_S
-    # Without sentinels, `connection.wait` waits for the whole timeout; with several, for the first.
+    # Without sentinels, `connection.wait` waits for the whole timeout; with several, it waits for the first
+    # of them.
     waiting = {child.sentinel for child in children}
     while waiting and (left := deadline - now()) > 0:
         waiting.difference_update(connection.wait(list(waiting), left))

@@ -305,7 +305,8 @@ class SeparatingPickler(CodePickler):
 
 
 def _with_its_file(code: CodeType) -> Any:
-    """Keep the name of the code's file, because tracebacks show it, with the lines if the file can be read.
+    """Keep the name of the code's file, because tracebacks show it, together with the lines if the file can
+    be read.
 
     cloudpickle drops it since 3.1.3, because the cells of a notebook have different names in each process. So
     it is dropped here if the file does not exist. A cell gets the name that its user sees.
@@ -448,6 +449,6 @@ def release_class_ids(modules: Collection[str]) -> dict[str, type]:
 
 
 def take_class_ids(classes: Mapping[str, type]) -> None:
-    """Give classes their ids back, even if other classes have these ids by now."""
+    """Restore the ids of classes, even if other classes have these ids now."""
     with _DYNAMIC_CLASS_TRACKER_LOCK:
         _DYNAMIC_CLASS_TRACKER_BY_ID.update(classes)

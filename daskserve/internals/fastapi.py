@@ -67,7 +67,7 @@ class FastAPICopier(AppCopier):
         if kind is None:
             return super().routed(route, endpoint, router)
         # The constructor analyses the endpoint. A route keeps the other arguments as attributes, except for
-        # one argument of a WebSocket's route, which comes from the router.
+        # one argument of a WebSocket's route, which is taken from the router.
         names = [*inspect.signature(kind).parameters]
         arguments = {name: getattr(route, name) for name in names if hasattr(route, name)}
         arguments["endpoint"] = self._function(endpoint) if isinstance(endpoint, BoundEndpoint) else endpoint

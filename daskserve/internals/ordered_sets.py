@@ -1,7 +1,7 @@
 """Sets that are pickled in the same order in each process.
 
 Python's hashes of texts and the addresses of classes differ in each process, and so does the order of a set
-that contains them. The pickler writes sets itself, without asking, so they are replaced where code holds
+that contains them. The pickler writes sets itself, without a hook, so they are replaced where code holds
 them: in variables of modules and functions, and in attributes.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 #: Types whose order in a set does not matter: the digest of code sorts them.
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
-#: The depth of dictionaries, and the number of items of each and of a set, up to which sets are replaced.
+#: Up to this depth of dictionaries, and this number of items of each dictionary or set, sets are replaced.
 SEARCHED_DEPTH = 3
 SEARCHED_ITEMS = 1000
 #: Modules whose objects have a ``repr`` that is the same in each process.
@@ -55,7 +55,7 @@ class SetOrder:
         return made
 
     def order(self, values: dict[Any, Any], depth: int = SEARCHED_DEPTH) -> dict[Any, Any]:
-        """Return a dictionary with its sets replaced: the same one if it has none to replace."""
+        """Return a dictionary with its sets replaced; the same dictionary if it has none to replace."""
         if len(values) > SEARCHED_ITEMS:
             return values
         changed = {
@@ -78,7 +78,7 @@ def _ordered_set(value: Any, kind: type) -> Any:
 
 
 def _key_of(item: Any) -> str | None:
-    """Return a text by which an item is sorted, the same in each process; None if there is none."""
+    """Return a text by which an item is sorted, which is the same in each process; None if there is none."""
     kind = type(item)
     if kind in PLAIN:
         return f"{kind.__name__} {item!r}"

@@ -43,7 +43,7 @@ def _body_of(request: Request) -> bytes | None:
     found: bytes | None = getattr(request, "_body", None)
     if found is None:
         found = getattr(request, "whole_body", None)
-    # A request without a connection, as in a test, has no body that could arrive.
+    # A request without a connection, as in a test, has no body that could still arrive.
     return b"" if found is None and request._receive is empty_receive else found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls a function at the earliest of the times that were set; then it can be set again.
+    """Calls a function at the earliest of the times that were set; after the call, it can be set again.
 
     It stores its time itself, because uvloop returns a handle without ``when()`` for times less than a
     millisecond away.

@@ -1,7 +1,7 @@
 """Objects that act when this process forks.
 
-A registration with Python lasts as long as the process, and each one delays every fork. So there is one for
-all objects, which are known by weak references.
+A registration with Python lasts as long as the process, and each registration delays every fork. So there is
+one registration for all objects, which are known by weak references.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
-from weakref import WeakMethod, WeakSet
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 
 class ActsAtFork:
@@ -53,23 +55,25 @@ def _watching() -> WeakSet[ActsAtFork]:
 
 
 def call_in_forks(method: Callable[[], object]) -> None:
-    """Call a method in each process that is forked from this one, for as long as its object exists."""
-    methods = _called().methods
-    methods.add(WeakMethod(method, methods.discard))
+    """Call a method in each process that is forked from this one, for as long as its object exists.
+
+    An object has one such method.
+    """
+    assert isinstance(method, MethodType)
+    # Not a `WeakMethod`, whose callback fails if both are collected together, as when the process exits.
+    _called().methods[method.__self__] = method.__func__
 
 
 class _Called(ActsAtFork):
     """The methods that are called in forked processes."""
 
     def __init__(self) -> None:
-        self.methods: set[WeakMethod[Callable[[], object]]] = set()
+        self.methods: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
         watch_forks(self)
 
     def after_fork_in_child(self) -> None:
-        for each in list(self.methods):
-            method = each()
-            if method is not None:
-                method()
+        for found, method in list(self.methods.items()):
+            method(found)
 
 
 @cache

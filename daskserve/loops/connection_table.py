@@ -5,8 +5,9 @@ connection, the taker records what it has received and not answered yet. So the 
 connection when the taker gives it back, and even when the taker was killed: the kernel keeps the memory and
 the connection.
 
-Each connection has a slot of `SLOT_BYTES`: its state, the number of recorded bytes, and these bytes. The
-taker writes a state after the bytes that belong to it.
+Each connection has a slot of `SLOT_BYTES`: its state, some numbers, and the recorded bytes. The taker
+receives data directly into its slot, so none is lost if the taker is killed before it has recorded how much.
+The kernel knows how much that was, and whether a response was sent: see `daskserve.loops.tcp_counts`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from daskserve.common.types import WorkerAddress
+from daskserve.loops.tcp_counts import Transferred
 
 #: Size of a slot. A request that needs more cannot move, so it is lost with its process.
 SLOT_BYTES = 16 * 1024
-_HEAD = struct.Struct("<B3xI")
+#: The state; the number of recorded bytes, and of bytes received before them; and for a response, its size,
+#: or 0 if that is not known, and the numbers of bytes received up to the end of its request and sent before.
+_HEAD = struct.Struct("<B3xIQIQQ")
+_RECEIVED, _RECEIVED_AT = struct.Struct("<IQ"), 4
 _LENGTH = struct.Struct("<I")
-_LENGTH_AT = 4
+_RESPONSE, _RESPONSE_AT = struct.Struct("<IQQ"), 16
+_ROOM_BYTES = SLOT_BYTES - _HEAD.size
 _INT = struct.Struct("i")
 #: The messages between the two processes: the number of a slot, and the flag that gives its connection back.
 SLOT_NUMBER = struct.Struct("<I")
@@ -44,8 +50,10 @@ class ConnectionState(enum.IntEnum):
     IDLE = 1
     #: Its request has begun, and its response has not. The recorded bytes begin with this request.
     BEGUN = 2
-    #: Its response has begun, or not all bytes could be recorded: it cannot move.
-    FIXED = 3
+    #: Its response may have begun. It can move if nothing or all of the response was sent.
+    ANSWERED = 3
+    #: Not all bytes could be recorded: it cannot move.
+    FIXED = 4
 
 
 class LostAttempt(NamedTuple):
@@ -96,16 +104,38 @@ class ConnectionTable:
 
     def reset(self, slot: int) -> None:
         """Prepare a slot for a connection."""
-        os.pwrite(self._descriptor, _HEAD.pack(ConnectionState.GIVEN, 0), slot * SLOT_BYTES)
+        os.pwrite(self._descriptor, bytes(_HEAD.size), slot * SLOT_BYTES)  # `GIVEN`
 
     def state(self, slot: int) -> ConnectionState:
         """Return the state of a connection."""
         return ConnectionState(os.pread(self._descriptor, 1, slot * SLOT_BYTES)[0])
 
-    def received(self, slot: int) -> bytes:
-        """Return the recorded bytes of a connection."""
-        _, length = _HEAD.unpack(os.pread(self._descriptor, _HEAD.size, slot * SLOT_BYTES))
-        return os.pread(self._descriptor, length, slot * SLOT_BYTES + _HEAD.size)
+    def read(self, slot: int, counts: Transferred | None = None) -> tuple[ConnectionState, bytes]:
+        """Return the state and the recorded bytes of a connection.
+
+        Parameters
+        ----------
+        counts : Transferred, optional
+            What a lost taker has read and written in all, by which its record is completed. Without it, a
+            connection whose response may have begun is `FIXED`.
+        """
+        data = os.pread(self._descriptor, _HEAD.size, slot * SLOT_BYTES)
+        number, length, start, size, end, sent = _HEAD.unpack(data)
+        state, first = ConnectionState(number), 0
+        if counts is None or counts.read < start + length:
+            state = ConnectionState.FIXED if state == ConnectionState.ANSWERED else state
+        else:
+            length = counts.read - start
+            if state == ConnectionState.ANSWERED:
+                if counts.written == sent:
+                    state = ConnectionState.BEGUN
+                elif size and counts.written == sent + size:
+                    state, first = ConnectionState.IDLE, end - start
+                else:
+                    state = ConnectionState.FIXED
+        if state == ConnectionState.FIXED or length > _ROOM_BYTES:
+            return ConnectionState.FIXED, b""
+        return state, os.pread(self._descriptor, length - first, slot * SLOT_BYTES + _HEAD.size + first)
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
@@ -120,43 +150,90 @@ def map_table(descriptor: int) -> mmap.mmap:
 
 
 class ConnectionRecord:
-    """What the taker has received over one connection and not answered yet."""
+    """What the taker has received over one connection and not answered yet.
+
+    Attributes
+    ----------
+    received : int
+        The number of bytes that were received over the connection.
+    passed : int
+        How many of them the transport has passed on.
+    """
 
     def __init__(self, memory: mmap.mmap, slot: int) -> None:
         self.slot = slot
         self._memory = memory
         self._at = slot * SLOT_BYTES
-        self._end = _HEAD.size
+        self._start = 0  # bytes received before the recorded ones
+        self._is_whole = True  # all later bytes are recorded
+        self.received = self.passed = 0
         memory[self._at] = ConnectionState.IDLE
 
-    def add(self, data: bytes) -> None:
-        """Record received bytes; if there is no room for them, the connection cannot move."""
-        start, end = self._end, self._end + len(data)
-        if end > SLOT_BYTES:
+    @property
+    def state(self) -> ConnectionState:
+        """The state."""
+        return ConnectionState(self._memory[self._at])
+
+    def room(self) -> memoryview | None:
+        """Return the memory into which data is to be received; None if no more can be recorded."""
+        used = self.received - self._start
+        if not self._is_whole or used >= _ROOM_BYTES:
+            return None
+        at = self._at + _HEAD.size
+        return memoryview(self._memory)[at + used : at + _ROOM_BYTES]
+
+    def note_received(self, size_bytes: int, *, is_recorded: bool) -> None:
+        """Record that data was received, into `room` or elsewhere."""
+        self.received += size_bytes
+        if is_recorded:
+            _LENGTH.pack_into(self._memory, self._at + _RECEIVED_AT, self.received - self._start)
+        elif size_bytes:
+            self._is_whole = False
             self.fix()
-            return
-        self._end = end
-        self._memory[self._at + start : self._at + end] = data
-        _LENGTH.pack_into(self._memory, self._at + _LENGTH_AT, end - _HEAD.size)
 
     def begin(self) -> None:
         """Record that a request begins."""
         if self._memory[self._at] == ConnectionState.IDLE:
             self._memory[self._at] = ConnectionState.BEGUN
 
+    def answer(self, sent_bytes: int, size_bytes: int, rest_bytes: int) -> None:
+        """Record that a response is written next.
+
+        Parameters
+        ----------
+        sent_bytes : int
+            The number of bytes that were sent over the connection before.
+        size_bytes : int
+            The size of the response; 0 if it has several parts, or the connection ends with it.
+        rest_bytes : int
+            How many of the `passed` bytes follow the request.
+        """
+        is_begun = self._memory[self._at] == ConnectionState.BEGUN
+        if is_begun:
+            end = self.passed - rest_bytes
+            _RESPONSE.pack_into(self._memory, self._at + _RESPONSE_AT, size_bytes, end, sent_bytes)
+        self._memory[self._at] = ConnectionState.ANSWERED if is_begun else ConnectionState.FIXED
+
     def fix(self) -> None:
         """Record that the connection cannot move, until the next call of `finish`."""
         self._memory[self._at] = ConnectionState.FIXED
 
-    def finish(self, rest: bytes) -> None:
-        """Record that the request and its response are complete; ``rest`` was received after the request."""
-        self._end = _HEAD.size
-        if len(rest) > SLOT_BYTES - _HEAD.size:
+    def finish(self, rest_bytes: int) -> None:
+        """Record that the request and its response are complete.
+
+        ``rest_bytes`` of the `passed` bytes follow the request.
+        """
+        end = self.passed - rest_bytes
+        left = self.received - end
+        if left:
+            if not self._is_whole:
+                return
             self.fix()
-            return
-        self._memory[self._at + _HEAD.size : self._at + _HEAD.size + len(rest)] = rest
-        self._end += len(rest)
-        _LENGTH.pack_into(self._memory, self._at + _LENGTH_AT, len(rest))
+            first = self._at + _HEAD.size
+            self._memory.move(first, first + end - self._start, left)
+        self._is_whole = True
+        self._start = end
+        _RECEIVED.pack_into(self._memory, self._at + _RECEIVED_AT, left, end)
         self._memory[self._at] = ConnectionState.IDLE
 
     def can_move(self) -> bool:

@@ -2,8 +2,8 @@
 
 The process that accepts a request sets its deadline once, on the clock of its event loop. The deadline is
 part of the request's envelope. Between processes, the remaining time is sent instead, because their clocks
-differ. Every process on the path enforces the deadline: a caller that hangs, or whose cancellation is late,
-must not keep a replica busy. Nested calls of a request do not get more time than the request itself.
+differ. Every process on the path enforces the deadline, so that a caller that hangs, or whose cancellation is
+late, does not keep a replica busy. Nested calls of a request do not get more time than the request itself.
 """
 
 from __future__ import annotations

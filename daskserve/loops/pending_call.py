@@ -2,8 +2,8 @@
 
 This is a reduced `concurrent.futures.Future` at a quarter of the cost: the standard one creates a condition
 variable per call, which most calls never use. There is no lock either. Anything that two threads may both
-claim is in a list: `list.pop` and `list.remove` give it to one of them. Both threads may append an end, but
-only the first one in the list is used.
+claim is in a list: `list.pop` and `list.remove` return it to only one of them. Both threads may append an
+end, but only the first one in the list is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PendingCall(Generic[T]):
         self._ends: list[tuple[Any, BaseException | None]] = []
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
         self._stop: list[Callable[[], object]] | None = None
-        #: Whether a large value stays in the process that made it, because no caller waits to read it.
+        #: Whether a large value is kept in the process that created it, because no caller waits to read it.
         self.leaves_value = True
 
     def done(self) -> bool:
@@ -97,8 +97,8 @@ class PendingCall(Generic[T]):
         """Call back once when the call has ended: on the ending thread, or at once on this one."""
         if not self._ends:
             self._callbacks.append(callback)
-            # Check after adding, because `_end` checks the callbacks after ending: one of the two sees the
-            # other.
+            # Check after adding, because `_end` checks the callbacks after ending, so one of the two always
+            # sees the other.
             if not self.done():
                 return
             try:
@@ -108,7 +108,8 @@ class PendingCall(Generic[T]):
         callback(self)
 
     def on_cancel(self, stop: Callable[[], object]) -> None:
-        """Call ``stop`` if the call is cancelled, or now if it already is; holds only one function."""
+        """Call ``stop`` if the call is cancelled, or now if it already is cancelled; holds only one
+        function."""
         self._stop = [stop]
         if self._ends:
             self._call_stop()

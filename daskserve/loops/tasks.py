@@ -54,7 +54,7 @@ def pause() -> Generator[None, None, None]:
 
 
 async def within(timeout_s: float, work: Awaitable[T]) -> T | None:
-    """Return the result of the work; None if it takes longer, and is therefore cancelled.
+    """Return the result of the work; if it takes longer, cancel it and return None.
 
     Work that never waits gets no timer, which would cost 5 µs.
     """

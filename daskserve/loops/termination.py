@@ -34,7 +34,8 @@ Begin: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Termination(ActsAtFork):
-    """The handler of SIGTERM; see the module. A process has one, which is stored in its table of signals."""
+    """The handler of SIGTERM; see the module. A process has one handler, which is stored in its table of
+    signals."""
 
     #: Returns seconds. The clock of an event loop cannot be used, because a signal handler has no event loop.
     now: Callable[[], float] = staticmethod(stopwatch)

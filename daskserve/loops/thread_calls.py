@@ -88,7 +88,7 @@ class ThreadCalls:
     def post_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Post like `post`, but wake the loop when the calling thread's loop has no more posts for now.
 
-        A woken thread needs the interpreter lock. If the waking thread still holds it, the woken thread
+        A woken thread needs the interpreter lock. If the waking thread still holds the lock, the woken thread
         sleeps again, and takes the lock as soon as the waking thread releases it for a moment, as NumPy does.
         Each of these switches costs more than everything else. So the wake-up waits for the first iteration
         of this loop without a post, or for `MAX_DELAY_S`. Measured with FastAPI, 32 connections, CPU time for
@@ -146,8 +146,8 @@ class LoopQueues:
         thread_calls = self._by_loop.get(id(loop))
         if thread_calls is not None and thread_calls.loop is loop:
             return thread_calls
-        # Two threads may do this at once; then some posts share a wake-up with fewer others. Queues of closed
-        # loops are dropped, because programs may run one loop after another.
+        # Two threads may do this at once; in that case, some posts share a wake-up with fewer others. Queues
+        # of closed loops are dropped, because programs may run one loop after another.
         by_loop = {key: each for key, each in list(self._by_loop.items()) if not each.loop.is_closed()}
         thread_calls = by_loop[id(loop)] = ThreadCalls(loop, inbox)
         self._by_loop = by_loop

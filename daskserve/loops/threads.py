@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 ResultT = TypeVar("ResultT")
 
-#: Interval at which an idle main thread handles signals, at the latest.
+#: Maximum interval at which an idle main thread handles signals.
 SIGNAL_CHECK_S = 1.0
 
 

@@ -14,7 +14,7 @@ from daskserve.errors import BadRequestError
 from daskserve.openai.model import ModelServer
 from daskserve.openai.server import ModelFacts, OpenAIServer
 
-#: Maximum number of concurrent requests of a replica of a model; its engine may queue them.
+#: Maximum number of concurrent requests that a replica of a model accepts; its engine may queue them.
 MAX_ONGOING = 256
 #: The same for the server, which only passes tokens on.
 MAX_ONGOING_OF_SERVER = 1000

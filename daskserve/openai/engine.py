@@ -134,8 +134,8 @@ class Engine(Protocol):
     """Makes the tokens of a model. Each replica constructs one, with the ``args`` of its model.
 
     ``generate`` is an async generator, or a method with ``@serve.batching.continuous_batch``. It is closed
-    when the answer is complete, when the client leaves, and when it takes too long. The following members are
-    optional:
+    when the answer is complete, when the client disconnects, and when a token takes too long. The following
+    members are optional:
 
     ``count_tokens(request)``
         Returns the length of the prompt. With an attribute ``context_length``, the server refuses prompts

@@ -98,7 +98,7 @@ async def pieces(
 ) -> AsyncIterator[Piece | str]:
     """Yield the pieces of an answer; the last one is a `Piece` with a finish reason.
 
-    The engine's generator is closed at the end, whatever the reason.
+    The engine's generator is closed at the end, for any reason.
 
     Raises
     ------

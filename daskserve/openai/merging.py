@@ -15,7 +15,7 @@ async def called(remote: Callable[[Any], Any], requests: Iterable[Any]) -> list[
     try:
         for each in requests:
             streams.append(remote(each))
-            # let other tasks run: each call copies its request, which may take long
+            # Let other tasks run, because each call copies its request, which may take long.
             await LoopClock().sleep(0)
     except BaseException:
         for stream in streams:

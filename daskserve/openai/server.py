@@ -107,7 +107,8 @@ class OpenAIServer:
         return ModelCard(id=name, object="model", created=self._created, owned_by=owner)
 
     def _find(self, name: str) -> tuple[str, str]:
-        """Return the model and the adapter of a name; raise `ModelNotFoundError` if there is none."""
+        """Return the model and the adapter that a name selects; raise `ModelNotFoundError` if there is
+        none."""
         if name in self._facts:
             return name, ""
         for model in sorted(self._facts, key=len, reverse=True):

@@ -13,7 +13,8 @@ from daskserve.options.fields.ray_names import INSTEAD
 
 #: Prefix of the resource that names a worker's type of accelerator.
 ACCELERATOR = "accelerator_type:"
-#: The amount of the accelerator's resource that a replica occupies, so that many replicas can share one.
+#: The amount of the accelerator's resource that a replica occupies; it is small, so that many replicas can
+#: share one accelerator.
 ACCELERATOR_SHARE = 0.001
 
 
@@ -26,25 +27,33 @@ class ActorOptions(Options):
         0.1,
         ge=0,
         allow_inf_nan=False,
-        description="Share of a worker's threads. The default lets ten replicas share one.",
+        description="Number of the worker's threads that a replica reserves, also a fraction. With the "
+        "default, ten replicas share one thread.",
     )
     num_gpus: Amount = Field(
-        0, ge=0, allow_inf_nan=False, description="Amount of the worker resource ``GPU``."
+        0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Amount of the worker resource ``GPU`` that a replica reserves.",
     )
     memory: ByteCount = Field(
-        0, ge=0, description='Bytes of the worker\'s memory limit: a number, or a text such as ``"2GB"``.'
+        0,
+        ge=0,
+        description="Memory that a replica reserves of its worker's memory limit: a number of bytes, or "
+        'a text such as ``"2GB"``.',
     )
     resources: dict[str, Amount] = Field(
-        default_factory=dict, description="Amounts of declared Dask worker resources."
+        default_factory=dict,
+        description="Amounts of other Dask worker resources that a replica reserves, by name.",
     )
     accelerator_type: str | None = Field(
         None,
         min_length=1,
-        description="Type of accelerator, such as ``A100``: only workers that declare the resource "
-        "``accelerator_type:A100`` are used, whatever its amount.",
+        description="Type of accelerator, such as ``A100``. Replicas run only on workers that declare "
+        "the resource ``accelerator_type:A100``, in any amount.",
     )
     workers: list[str] | None = Field(
-        None, description="Addresses, names or hosts of the only workers allowed; None allows all."
+        None, description="Workers on which replicas may run: addresses, names or hosts. None: all workers."
     )
 
     @model_validator(mode="before")

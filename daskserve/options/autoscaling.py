@@ -88,13 +88,14 @@ class AutoscalingConfig(Options):
     look_back_period_s: float = Field(
         30,
         gt=0,
-        description="Window over which load is averaged, in seconds. It never begins before the last change.",
+        description="Window over which load is averaged, in seconds. Load from before the last change of "
+        "the number of replicas is left out.",
     )
     aggregation_function: Literal["mean", "max", "min"] = Field(
         "mean", description="How load is aggregated over the window."
     )
     smoothing_factor: float = Field(
-        1, gt=0, description="Share of a wanted change that one step makes; above 1 overshoots."
+        1, gt=0, description="Share of the wanted change that is made in one step; values above 1 overshoot."
     )
     upscaling_factor: float | None = Field(
         None, gt=0, description="``smoothing_factor`` for scaling up. None: ``smoothing_factor``."
@@ -119,31 +120,37 @@ class AutoscalingConfig(Options):
     burst_window_s: float | None = Field(
         None,
         ge=0,
-        description="Window for detecting a burst, in seconds. If its load needs ``burst_factor`` times the "
-        "replicas, scaling up does not wait for ``upscale_delay_s``. 0 disables this. None: 6 s, or 0 if "
-        "``upscale_delay_s`` is set.",
+        description="Window for detecting a burst, in seconds. In a burst, when the load in this window "
+        "needs ``burst_factor`` times the current replicas, scaling up does not wait for "
+        "``upscale_delay_s``. 0 disables this. None: 6 s, or 0 if ``upscale_delay_s`` is set.",
     )
     burst_factor: float = Field(
-        2, gt=1, description="Ratio of needed to current replicas that counts as a burst."
+        2, gt=1, description="Ratio of needed to current replicas from which the load is a burst."
     )
     drain_period_s: float = Field(
-        10, gt=0, description="Time within which a queue is worked off in addition to new load, in seconds."
+        10,
+        gt=0,
+        description="Time in which queued requests should complete while new ones arrive, in seconds.",
     )
     hysteresis: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Share by which the load may differ from the target of the current replicas before "
-        "anything changes.",
+        description="Relative difference between the load and the target load of the current replicas "
+        "within which their number does not change.",
     )
     max_upscale_factor: float | None = Field(
-        None, gt=1, description="Maximum factor by which one step multiplies the replicas. None: no limit."
+        None,
+        gt=1,
+        description="Maximum factor by which one step multiplies the number of replicas. None: no limit.",
     )
     max_downscale_factor: float | None = Field(
-        None, gt=1, description="Maximum factor by which one step divides the replicas. None: no limit."
+        None,
+        gt=1,
+        description="Maximum factor by which one step divides the number of replicas. None: no limit.",
     )
     dry_run: bool = Field(
-        False, description="Whether to only report decisions, in the log and the status, and change nothing."
+        False, description="Whether decisions are only reported, in the log and the status, and not applied."
     )
     prometheus_address: Annotated[Secret | None, Masked(masked)] = Field(
         None,
@@ -151,10 +158,12 @@ class AutoscalingConfig(Options):
         "[reference](SECURITY.md#secrets) to it.",
     )
     prometheus_queries: dict[str, str] = Field(
-        default_factory=dict, description="PromQL expressions by name, each with one value."
+        default_factory=dict, description="PromQL expressions by name. Each must have one value."
     )
     prometheus_interval_s: float = Field(5, ge=0.1, description="How often Prometheus is polled, in seconds.")
-    prometheus_max_age_s: float = Field(15, gt=0, description="Age from which a value is stale, in seconds.")
+    prometheus_max_age_s: float = Field(
+        15, gt=0, description="Age from which a value of Prometheus is stale, in seconds."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -218,8 +227,9 @@ class AutoscalingConfig(Options):
         least, most = share_of(self.min_replicas, None, unit), self.max_replicas // unit * unit
         if not 0 < most >= least:
             raise ValueError(
-                f"no multiple_of={unit} lies between min_replicas={self.min_replicas} and max_replicas="
-                f"{self.max_replicas}; make max_replicas {max(least, unit)} or more, or lower multiple_of"
+                f"no multiple of multiple_of={unit} lies between min_replicas={self.min_replicas} and "
+                f"max_replicas={self.max_replicas}; make max_replicas {max(least, unit)} or more, or "
+                "lower multiple_of"
             )
         first = self.initial_replicas
         if first is not None and not self.min_replicas <= first <= self.max_replicas:

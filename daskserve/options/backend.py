@@ -73,9 +73,10 @@ class BackendConfig(Options):
     )
     external_scaler_enabled: Annotated[bool, CONTROLLER_ONLY] = Field(
         False,
-        description="Whether external programs may set the number of replicas, by a POST to the scheduler's "
-        "HTTP server or ``serve.scale``, see [Scaling from outside](docs/autoscaling.md#scaling-from-outside)"
-        ". Not together with ``autoscaling_config``.",
+        description="Whether external programs may set the number of replicas, with a POST to the "
+        "scheduler's HTTP server or with ``serve.scale``, see [Scaling from "
+        "outside](docs/autoscaling.md#scaling-from-outside). Cannot be combined with "
+        "``autoscaling_config``.",
     )
     max_batch_size: int | None = Field(
         None, ge=1, description="Maximum batch size for a callable marked with ``accept_batch``."
@@ -94,17 +95,17 @@ class BackendConfig(Options):
     max_queued_requests: Annotated[int, CONTROLLER_ONLY] = Field(
         1000,
         ge=-1,
-        description="Maximum number of requests queued in a router for this backend; -1: no limit.",
+        description="Maximum number of requests for this backend that wait in each router; -1: no limit.",
     )
     request_router_config: RequestRouterConfig | None = Field(
         None,
-        description="How the replica of a request is chosen, see [Routers](docs/routers.md). None: the "
-        "less loaded of two, nearer ones first.",
+        description="How the replica for a request is chosen, see [Routers](docs/routers.md). None: the "
+        "less loaded of two replicas, near ones first.",
     )
     priority_config: Annotated[PriorityConfig | None, CONTROLLER_ONLY] = Field(
         None,
-        description="The order of requests that wait, see [Priorities](docs/routers.md#priorities). None: "
-        "by the ``priority`` of calls, and then the order of arrival.",
+        description="The order of waiting requests, see [Priorities](docs/routers.md#priorities). None: "
+        "by the ``priority`` of calls, then by order of arrival.",
     )
     hedging_config: Annotated[HedgingConfig | None, CONTROLLER_ONLY] = Field(
         None,
@@ -121,32 +122,33 @@ class BackendConfig(Options):
         1,
         ge=0,
         le=3,
-        description="How often an idempotent HTTP request or call is retried after its replica died or hung "
-        "while it ran; 0: never. See [Faults of user code](docs/faults.md#poisonous-requests).",
+        description="Maximum number of retries of an idempotent HTTP request or call whose replica died "
+        "or hung while it ran; 0: none. See [Faults of user code](docs/faults.md#poisonous-requests).",
     )
     max_surge: Annotated[int | str, CONTROLLER_ONLY] = Field(
         1,
-        description="Maximum number of additional replicas during an update: a number, or a percentage such "
-        'as ``"25%"``, rounded up. 0, or no room for an additional one: one old replica at a time stops, '
-        "and a new one takes its room, unless ``max_unavailable`` lets more of them stop.",
+        description="Maximum number of additional replicas during an update: a number, or a percentage "
+        'such as ``"25%"``, rounded up. With 0, or without room for an additional replica, old replicas '
+        "stop first, one at a time or up to ``max_unavailable``, and new ones take their room.",
     )
     max_unavailable: Annotated[int | str, CONTROLLER_ONLY] = Field(
         0,
-        description="Maximum number of replicas that may be missing during an update, because old ones stop "
-        'before new ones run: a number, or a percentage such as ``"25%"``, rounded down. As many are '
-        "reconfigured at a time when ``user_config`` changes, but at least one.",
+        description="Maximum number of old replicas that may stop before their replacements run: a "
+        'number, or a percentage such as ``"25%"``, rounded down. A change of ``user_config`` reconfigures '
+        "this many replicas at a time, but at least one.",
     )
     rollout: Annotated[RolloutConfig | None, CONTROLLER_ONLY] = Field(
         None,
-        description="Plan by which a new version gets its traffic step by step, compared with the old one, "
-        "see [Rollouts](docs/rollouts.md). None: replicas are replaced one by one, within ``max_surge``.",
+        description="Plan for shifting traffic to a new version step by step, with comparisons against "
+        "the old one, see [Rollouts](docs/rollouts.md). None: replicas are replaced one by one, within "
+        "``max_surge``.",
     )
     max_replicas_per_node: Annotated[int | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
         ge=1,
         le=100,
-        description="Maximum number of replicas on the workers of one host. Others wait, and the status says "
-        "so. None: no limit.",
+        description="Maximum number of replicas on the workers of one host. Further replicas wait, and "
+        "the status reports this. None: no limit.",
     )
     placement: Annotated[Literal["SPREAD", "PACK"], CONTROLLER_ONLY, REPLACES] = Field(
         "SPREAD",
@@ -156,41 +158,42 @@ class BackendConfig(Options):
     rebalance_after_s: Annotated[float | None, CONTROLLER_ONLY] = Field(
         30,
         ge=0,
-        description="Replicas move to better workers after these have been available for this many seconds, "
-        "see [Spreading again](docs/deployments.md#spreading-again). None: never.",
+        description="Time in seconds for which better workers must have been available before replicas "
+        "move to them, see [Spreading again](docs/deployments.md#spreading-again). None: replicas never "
+        "move.",
     )
     gang_scheduling_config: Annotated[GangSchedulingConfig | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
-        description="Replicas that start together or not at all, and end together, see "
-        "[Gangs](docs/deployments.md#gangs). ``max_surge`` and ``max_unavailable`` then count gangs.",
+        description="Groups of replicas that start together or not at all, and end together, see "
+        "[Gangs](docs/deployments.md#gangs). With it, ``max_surge`` and ``max_unavailable`` count gangs.",
     )
     placement_group_bundles: Annotated[Bundles | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
-        description="Bundles of resources that each replica reserves, all or none, see "
-        "[Placement groups](docs/deployments.md#placement-groups). It runs in the first one, which must "
-        "cover its ``actor_options``; the others are for Dask tasks of its own. Not together with "
+        description="Bundles of resources that each replica reserves, all or none, see [Placement "
+        "groups](docs/deployments.md#placement-groups). The replica runs in the first bundle, which must "
+        "cover its ``actor_options``; the others are for its Dask tasks. Cannot be combined with "
         "``max_replicas_per_node``.",
     )
     placement_group_strategy: Annotated[Strategy | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
-        description="Where the bundles of a replica go: ``STRICT_PACK`` onto one host, ``PACK`` onto as few "
-        "workers and hosts as possible, ``SPREAD`` over as many as possible, ``STRICT_SPREAD`` onto a host "
-        "each. None: ``PACK``, or that of the gang.",
+        description="How the bundles of a replica are placed: ``STRICT_PACK`` on one host, ``PACK`` on "
+        "as few workers and hosts as possible, ``SPREAD`` on as many as possible, ``STRICT_SPREAD`` each "
+        "on another host. None: ``PACK``, or the strategy of the gang.",
     )
     max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
         20,
         ge=1,
         description=(
-            "Number of failed starts of replicas, or losses of new ones, in a row after which a change "
-            f"fails and is rolled back. At most {STARTS_PER_REPLICA} for each replica of the target."
+            "Number of consecutive failures after which a change is rolled back: failed starts, "
+            f"and losses of new replicas. It is at most {STARTS_PER_REPLICA} for each replica of the target."
         ),
     )
     start_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
         600,
         gt=0,
-        description="Maximum time in seconds for a replica to load and construct the callable, and before "
-        "that, for its environment to be installed; also for ``reconfigure``. A change whose replica takes "
-        "longer fails and is rolled back, see [Slow starts](docs/deployments.md#slow-starts).",
+        description="Maximum time in seconds for a replica to load and construct the callable, for the "
+        "installation of its environment before that, and for ``reconfigure``. A change with a slower "
+        "replica fails and is rolled back, see [Slow starts](docs/deployments.md#slow-starts).",
     )
     model_repository: Annotated[ModelRepository | None, REPLACES] = Field(
         None,
@@ -199,16 +202,17 @@ class BackendConfig(Options):
     )
     user_config: Any = Field(
         None,
-        description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, "
-        "it gets the replica's rank too, and is called again when the rank changes. A change is applied "
-        "replica by replica, see [Changes of user_config](docs/deployments.md#changes-of-user_config). "
-        "None: it is not called.",
+        description="Argument of the callable's ``reconfigure`` method, which is called when a replica "
+        "starts, and for a change, replica by replica, see [Changes of "
+        "user_config](docs/deployments.md#changes-of-user_config). If the method has a parameter ``rank``, "
+        "it also gets the replica's rank, and is called again when the rank changes. None: it is not "
+        "called.",
     )
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,
         ge=0,
-        description="Accepted for compatibility and not used: a stopping replica is notified when its last "
-        "request ends, so there is no polling interval.",
+        description="Accepted for compatibility, without effect: a stopping replica is notified when its "
+        "last request ends, so there is no polling interval.",
         validation_alias=AliasChoices(
             "experimental_graceful_shutdown_wait_loop_s", "graceful_shutdown_wait_loop_s"
         ),
@@ -216,8 +220,8 @@ class BackendConfig(Options):
     experimental_graceful_shutdown_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
         20,
         ge=0,
-        description="Time in seconds that a stopping replica has for its requests, and then its destructor, "
-        "before it is killed.",
+        description="Time in seconds for a stopping replica to complete its requests and run its "
+        "destructor; after that, it is killed.",
         validation_alias=AliasChoices(
             "experimental_graceful_shutdown_timeout_s", "graceful_shutdown_timeout_s"
         ),
@@ -225,7 +229,7 @@ class BackendConfig(Options):
     liveness: Literal["default"] | None = Field(
         "default",
         description="Probe of a replica's thread or event loop; a replica that cannot run user code is "
-        "replaced. None: only ``check_health`` counts, for handlers that block on purpose.",
+        "replaced. None: only ``check_health`` is used, for handlers that block on purpose.",
     )
     health_check_period_s: float = Field(
         5, gt=0, description="Interval between the starts of two health probes, in seconds."
@@ -236,19 +240,19 @@ class BackendConfig(Options):
     )
     logging_config: LoggingConfig | None = Field(
         None,
-        description="How the deployment logs, see [Logging](docs/logging.md); fields that are not set have "
-        "the values of its application or instance. A change is applied without a restart.",
+        description="How the deployment logs, see [Logging](docs/logging.md). Fields that are not set "
+        "are inherited from its application or instance. A change takes effect without a restart.",
     )
     payload_logging: PayloadLoggingConfig | None = Field(
         None,
-        description="Which bodies of requests and responses are written to a sink, see [Payload "
-        "logging](docs/payload_logging.md). None: none.",
+        description="Logging of request and response bodies to a sink, see [Payload "
+        "logging](docs/payload_logging.md). None: no bodies are logged.",
     )
     method_header: bool = Field(
         False,
-        description="Whether the header ``X-SERVE-CALL-METHOD`` of an HTTP request selects the public method "
-        "that answers it; ``reconfigure``, ``check_health`` and the methods ``record_...`` that daskserve "
-        "calls are excluded.",
+        description="Whether the header ``X-SERVE-CALL-METHOD`` of an HTTP request selects the public "
+        "method that answers it, except ``reconfigure``, ``check_health`` and the ``record_...`` methods "
+        "that daskserve calls.",
     )
     on_disconnect: Literal["cancel", "disconnect"] | None = Field(
         None,
@@ -258,25 +262,26 @@ class BackendConfig(Options):
     )
     event_loop: Annotated[Literal["own", "worker"], REPLACES] = Field(
         "own",
-        description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "
-        "faster, but user code can then block everything else in the process.",
+        description="Event loop of async user code: its own loop in its own thread, or the loop of the "
+        "worker, which is faster. On the worker's loop, user code can block everything else in the "
+        "process.",
     )
     run_sync_in_threadpool: Annotated[bool, AfterValidator(_blocks_no_worker), REPLACES] = Field(
         True,
-        description="Whether plain (``def``) methods run in threads, several at a time. False: all code of "
-        "a replica runs in the thread of its event loop, plain methods one at a time, and async code waits "
-        "for them. Use this for objects that may be used in one thread only, such as SQLite connections. "
-        "Not together with ``event_loop='worker'``.",
+        description="Whether plain (``def``) methods run in threads, several at a time. False: all code "
+        "of a replica runs in the thread of its event loop; plain methods run one at a time, and block "
+        "async code. Use this for objects that work only in one thread, such as SQLite connections. Cannot "
+        "be combined with ``event_loop='worker'``.",
     )
     isolation: Annotated[Literal["thread", "process"], REPLACES] = Field(
         "thread",
-        description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
-        "own interpreter lock and memory. The child process loads and constructs the code in its main "
-        "thread. Its crash does not affect the worker, and it is killed if it does not end.",
+        description="Where user code runs: in threads of the Dask worker, or in a child process with its "
+        "own interpreter lock and memory, which loads and constructs the code in its main thread. If the "
+        "child process crashes, the worker is not affected; if it does not end, it is killed.",
     )
     dask_task_config: DaskTaskConfig = Field(
         default_factory=DaskTaskConfig,
-        description="Options of the Dask tasks that its code submits, see [Dask "
+        description="Options of the Dask tasks that user code submits, see [Dask "
         "tasks](docs/tasks_beside_serving.md).",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
@@ -374,7 +379,7 @@ class BackendConfig(Options):
     def check_complete(self) -> None:
         """Raise `ValueError` if an option needs another one that is missing.
 
-        Validation does not check this, because several steps may give the options, in any order.
+        Validation does not check this, because options may be given in several calls, in any order.
         """
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise ValueError(

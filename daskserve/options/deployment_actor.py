@@ -29,14 +29,15 @@ class DeploymentActorConfig(Options):
     init_args: tuple[Any, ...] = Field((), description="Positional arguments of the class.")
     init_kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
     actor_options: ActorOptions = Field(
-        default_factory=ActorOptions, description="Resources, as of a replica."
+        default_factory=ActorOptions,
+        description="Resources of the actor, with the same options as those of a replica.",
     )
     max_concurrency: int | None = Field(
         None,
         ge=1,
         description=(
-            f"Maximum number of calls that it runs at once. None: {ASYNC_CALLS} if all its methods are "
-            "``async def``, otherwise 1."
+            f"Maximum number of concurrent calls. None: {ASYNC_CALLS} if all methods are ``async "
+            "def``, otherwise 1."
         ),
     )
 

@@ -62,9 +62,9 @@ class Environment(Options):
     )
     packages: list[str] = Field(
         default_factory=list,
-        description="Requirements to install over the worker's packages, as pip reads them, or the path of a "
-        "``requirements.txt``. Each machine installs them once, into a cached virtual environment, with uv "
-        "if it is there, otherwise with pip.",
+        description="Requirements to install over the worker's packages, in pip's syntax, or the path of "
+        "a ``requirements.txt``. Each machine installs them once, into a cached virtual environment, with "
+        "uv if it is available, otherwise with pip.",
         validation_alias=AliasChoices("packages", "pip", "uv"),
     )
     env_vars: Annotated[dict[str, Secret], Masked(each_hidden)] = Field(
@@ -73,8 +73,9 @@ class Environment(Options):
     )
     working_dir: str | None = Field(
         None,
-        description="Folder or zip file, local or a URL that fsspec opens, which is sent along, unpacked for "
-        "each replica, and is its working directory and the first place for imports.",
+        description="Folder or zip file, on your machine or at a URL that fsspec opens. It is unpacked "
+        "for each replica, which uses it as its working directory and as the first entry of its import "
+        "path.",
     )
 
     @field_validator("python", mode="before")
@@ -202,7 +203,7 @@ def _python(value: Any) -> str:
         return CondaEnv(text).name
     if not (os.path.isabs(text) or text.startswith("~")):
         raise BadRequestError(
-            f"env must be an absolute path, because each worker looks it up for itself; got {text!r}"
+            f"env must be an absolute path, because each worker resolves it separately; got {text!r}"
         )
     return text
 
@@ -214,13 +215,13 @@ class DaskTaskConfig(Options):
 
     priority: int = Field(
         -1,
-        description="Dask's priority of tasks that set none themselves. Tasks with a higher priority run "
-        "first; those of other clients have 0.",
+        description="Dask priority of tasks that set none. Tasks with a higher priority run first; tasks "
+        "of other Dask clients have priority 0.",
     )
     cancel_with_request: bool = Field(
         True,
-        description="Whether the unfinished tasks of a request are cancelled when the request is: by its "
-        "caller, its timeout, or its client's disconnect.",
+        description="Whether the unfinished tasks of a request are cancelled when the request is "
+        "cancelled: by its caller, by its timeout, or by a disconnect of its client.",
     )
 
 
@@ -252,8 +253,8 @@ class ModelRepository(Options):
     load_timeout_s: float = Field(
         600,
         gt=0,
-        description="How long a replica may take to fetch the files of a version, and then ``load_model`` to "
-        "return, in seconds. After that, the version has failed to load.",
+        description="Maximum time in seconds for a replica to fetch the files of a version, and then for "
+        "``load_model`` to return. A version that takes longer has failed to load.",
     )
     rollout: RolloutConfig | None = Field(
         None,

@@ -43,72 +43,73 @@ class HTTPOptions(Options):
     return_grace_s: float = Field(
         10.0,
         ge=0,
-        description="How long the proxy of HeadOnly waits for a worker on its own host before it moves to "
-        "another host, in seconds. It moves back when its own host has had a worker for the same time.",
+        description="With HeadOnly: how long the proxy waits for a worker on its own host before it "
+        "moves to another host, in seconds. Once its own host has had a worker for the same time, it moves "
+        "back.",
     )
     system_workers: list[str] = Field(
         default_factory=list,
-        description="Workers that are reserved for the controller and the proxies: names, addresses or "
-        "hosts of workers, or resources that workers declare. Replicas never go there. While none of them "
-        "is in the cluster, the controller and the proxies run on other workers, and the status says so. "
-        "Empty: the controller and the proxies share the workers of replicas.",
+        description="Workers that are reserved for the controller and the proxies, and never run "
+        "replicas: names, addresses or hosts of workers, or resources that workers declare. While the "
+        "cluster has none of them, the controller and the proxies run on other workers, and the status "
+        "reports this. Empty: the controller and the proxies run on the same workers as replicas.",
     )
     replicas_listen: bool | None = Field(
         None,
-        description='Whether the processes of replicas with ``isolation="process"`` get connections from the '
-        "proxy of their worker, and answer requests to their own deployment without it. None: yes, unless "
-        "the proxies serve HTTPS or have middlewares.",
+        description='Whether replicas with ``isolation="process"`` answer the HTTP requests to their own '
+        "deployment themselves, on connections that the proxy of their worker passes to them. None: yes, "
+        "unless the proxies serve HTTPS or have middlewares.",
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Time in seconds after which a request gets 408; None means no limit. A client can only "
-        "shorten it, by the header ``X-Request-Timeout-Seconds``; 0 in the header does not lift it.",
+        description="Time in seconds after which a request gets 408. None: no limit. Clients can shorten "
+        "it with the header ``X-Request-Timeout-Seconds``, but not extend it; the value 0 does not remove "
+        "it.",
     )
     max_body_bytes: ByteCount = Field(
         64 << 20,
         ge=0,
-        description="Maximum size of a request body, in bytes; a larger one gets 413. A backend may have its "
-        "own limit.",
+        description="Maximum size of a request body, in bytes; a larger one gets 413. A backend can "
+        "override it.",
     )
     max_buffered_bytes: ByteCount | None = Field(
         None,
         gt=0,
         description="Maximum size of all request bodies and WebSocket messages that a proxy holds at a "
         "time, in bytes. Beyond it, a request gets 503 with ``Retry-After``, and a WebSocket is closed "
-        "with code 1013. None: eight bodies of ``max_body_bytes``, and 64 MiB at least.",
+        "with code 1013. None: eight times ``max_body_bytes``, but at least 64 MiB.",
     )
     min_body_bytes_per_s: ByteCount = Field(
         240,
         ge=0,
         description="Minimum rate of a request body, in bytes per second. A slower one gets 408, and the "
-        "connection is closed. Time during which the backend does not read does not count, nor does data "
-        "that arrives after the start of the response. 0: no minimum.",
+        "connection is closed. Two things do not count: time during which the backend does not read, and "
+        "data that arrives after the start of the response. 0: no minimum.",
     )
     body_grace_s: float = Field(
         20.0,
         gt=0,
-        description="Time in seconds by which a request body may be behind its minimum rate, at its start or "
-        "later.",
+        description="How far a request body may fall behind its minimum rate before it gets 408, in seconds.",
     )
     write_stall_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Time in seconds after which a response is aborted if its client accepts no byte of it; "
-        "user code is cancelled.",
+        description="Time in seconds without progress after which a response is aborted, and its user "
+        "code cancelled, because the client accepts no data.",
     )
     busy_write_stall_timeout_s: float = Field(
         5.0,
         gt=0,
-        description="The same, while other requests of the endpoint wait for a slot.",
+        description="The same timeout while other requests of the endpoint wait for a slot, in seconds.",
     )
     max_unsent_bytes: ByteCount = Field(
         1 << 20,
         ge=0,
-        description="How many bytes of a streamed response may wait for its client before user code waits, "
-        "too. Complete responses wait in the proxy and occupy no slot, as long as their total is within "
-        "``max_buffered_bytes``.",
+        description="Number of bytes of a streamed response that may wait for a slow client before user "
+        "code is paused. Complete responses wait in the proxy and hold no slot, as long as their total is "
+        "within ``max_buffered_bytes``.",
     )
     max_websocket_message_bytes: ByteCount = Field(
         16 << 20,
@@ -118,8 +119,9 @@ class HTTPOptions(Options):
     )
     websocket_compression: bool = Field(
         False,
-        description="Whether WebSocket messages are compressed for clients that ask for it "
-        "(permessage-deflate). It costs the proxies CPU time, and about 300 kB of memory per connection.",
+        description="Whether WebSocket messages are compressed if the client supports it "
+        "(permessage-deflate). Compression costs CPU time in the proxies, and about 300 kB of memory per "
+        "connection.",
     )
     max_websocket_inflation_ratio: float = Field(
         200.0,
@@ -130,16 +132,16 @@ class HTTPOptions(Options):
     max_websocket_inflation_per_s: ByteCount = Field(
         16 << 20,
         gt=0,
-        description="Maximum number of bytes per second to which the compressed messages of a WebSocket may "
-        "expand, averaged over 4 seconds; beyond it, the connection is closed with code 1008. Expansion up "
-        "to twenty times the received bytes does not count, so ordinary messages never reach the limit.",
+        description="Maximum rate at which the compressed messages of a WebSocket may expand, in bytes "
+        "per second, averaged over 4 seconds; beyond it, the connection is closed with code 1008. Messages "
+        "that expand at most twentyfold are exempt, so ordinary messages never reach the limit.",
     )
     keep_alive_timeout_s: float = Field(
         90.0,
         gt=0,
-        description="Time in seconds without incoming data after which an idle connection is closed, "
-        "between requests or within a body. The head of a request must be complete within the same time "
-        "after its first byte.",
+        description="Time in seconds without incoming data after which a connection is closed, between "
+        "requests or within a body. The same limit applies to the head of a request, from its first byte "
+        "to its end.",
     )
     max_header_bytes: ByteCount = Field(
         64 << 10,
@@ -150,10 +152,10 @@ class HTTPOptions(Options):
     max_connections: int | None = Field(
         None,
         gt=0,
-        description="Maximum number of open connections of a proxy, WebSockets included. At the limit, a "
-        "new connection replaces one that has been idle for a second (preferably one with an incomplete "
-        "request), or waits to be accepted. None: three quarters of the file descriptors that the proxy's "
-        "process may have (``ulimit -n``), at most 10,000; the rest is left to Dask and user code.",
+        description="Maximum number of open connections of a proxy, including WebSockets. At the limit, "
+        "a new connection replaces one that has been idle for a second, preferably one with an incomplete "
+        "request; if there is none, it waits to be accepted. None: three quarters of the file descriptors "
+        "of the proxy's process (``ulimit -n``), at most 10,000; Dask and user code use the rest.",
     )
     trusted_forwarders: list[str] = Field(
         default_factory=list,
@@ -177,13 +179,13 @@ class HTTPOptions(Options):
     )
     take_over: bool = Field(
         False,
-        description="Whether the proxies listen beside those of the instance that used the store before, on "
-        "the same port, as soon as all replicas run: for upgrades (docs/upgrading.md).",
+        description="For upgrades (docs/upgrading.md): whether the proxies listen on the same port as "
+        "those of the previous instance that used the store, as soon as all replicas run.",
     )
     debug: bool = Field(
         False,
-        description="Whether error responses contain user tracebacks, and the addresses and replicas in "
-        "errors of the cluster. Never use it on a public port.",
+        description="Whether error responses contain tracebacks of user code, and the addresses and "
+        "replicas in errors of the cluster. Never enable it on a public port.",
     )
     list_routes: bool = Field(
         True,
@@ -194,16 +196,15 @@ class HTTPOptions(Options):
     model_id_parameter: str | None = Field(
         None,
         min_length=1,
-        description="Name of a query parameter that names the [multiplexed](multiplexing.md) model, for "
-        "requests without the header ``serve_multiplexed_model_id``.",
+        description="Name of the query parameter with the id of the [multiplexed](multiplexing.md) "
+        "model, for requests without the header ``serve_multiplexed_model_id``.",
     )
     health_port: int | None = Field(
         None,
         ge=1,
         le=65535,
-        description="Port on which each proxy answers ``/-/healthz`` and ``/-/readyz``, and nothing else, "
-        "without TLS and outside of the middlewares. It closes when the proxy begins to drain. None: no such "
-        "port.",
+        description="Port on which each proxy answers only ``/-/healthz`` and ``/-/readyz``, without TLS "
+        "and without the middlewares. It closes when the proxy begins to drain. None: no such port.",
     )
     health_host: str | None = Field(None, description="Address of the health port. None: that of ``host``.")
 

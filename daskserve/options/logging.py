@@ -33,38 +33,42 @@ class LoggingConfig(Options):
     place: ClassVar[str] = "logging_config"
 
     encoding: Literal["TEXT", "JSON"] = Field(
-        "TEXT", description="``TEXT``, or ``JSON``: one object in each line."
+        "TEXT", description="``TEXT``, or ``JSON``: one object per line."
     )
     log_level: str = Field(
         "INFO",
-        description="Lowest level of the records of the loggers ``daskserve`` and ``ray.serve``, as a name "
-        "or a number. Other loggers have their own levels.",
+        description="Minimum level of records of the loggers ``daskserve`` and ``ray.serve``, as a name "
+        "or a number. Other loggers keep their own levels.",
     )
     logs_dir: str | None = Field(
         None,
-        description="Folder of log files on the hosts of the workers, one for each replica, and for each "
-        "process with proxies or the controller. None: no files.",
+        description="Folder of the log files on the hosts of the workers: one file for each replica, and "
+        "one for each process that runs proxies or the controller. None: no files.",
     )
-    enable_access_log: bool = Field(True, description="Whether each ended request is logged as one line.")
+    enable_access_log: bool = Field(
+        True, description="Whether each request is logged in one line when it ends."
+    )
     additional_log_standard_attrs: list[str] = Field(
         default_factory=list,
-        description="Attributes of Python's ``LogRecord`` that records have, too, such as ``funcName``.",
+        description="Additional attributes of Python's ``LogRecord`` to log, such as ``funcName``.",
     )
     output: Literal["stdout", "files", "both"] | None = Field(
         None,
-        description="Where records go. None: to files if there is ``logs_dir``, else to standard output, "
-        "which gets only records without a handler of yours.",
+        description="Where records go. None: to files if ``logs_dir`` is set, otherwise to standard "
+        "output. Records that a handler of your own receives do not go to standard output.",
     )
     max_file_bytes: ByteCount = Field(
         64 << 20, ge=4096, description="Size at which a log file is rotated, in bytes."
     )
-    max_files: int = Field(5, ge=0, le=1000, description="How many old files are kept of each.")
+    max_files: int = Field(
+        5, ge=0, le=1000, description="Number of rotated files that are kept for each log file."
+    )
     ended_files_days: float | None = Field(
         30.0,
         gt=0,
         allow_inf_nan=False,
-        description="Days after which the files of replicas and processes that have ended are deleted, when "
-        "another file is opened. None keeps all.",
+        description="Days after which the files of ended replicas and processes are deleted, when "
+        "another file is opened. None: all are kept.",
     )
 
     @field_validator("encoding", mode="before")

@@ -22,25 +22,25 @@ class PayloadLoggingConfig(Options):
         "``s3://bucket/payloads``. Credentials are those of fsspec's configuration on the workers.",
         min_length=1,
     )
-    sampling_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that is written.")
+    sampling_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that are logged.")
     mode: Literal["all", "request", "response"] = Field(
-        "all", description="Parts that are written: ``request``, ``response``, or ``all``."
+        "all", description="What is written of a request: ``request``, ``response``, or ``all``."
     )
     max_bytes: ByteCount = Field(
         64 << 10,
         ge=1,
         le=16 << 20,
-        description="Maximum size of one body; of a larger one, a stream or a WebSocket, only the beginning "
-        "is written.",
+        description="Maximum number of bytes that are written of a body; for larger bodies, streams and "
+        "WebSockets, the beginning.",
     )
     redact: Any = Field(
         None,
-        description="Function that gets each event before it is written, and returns what is written "
-        'instead, or None for nothing: a function, or its import path ``"module:function"``. If it raises, '
-        "nothing is written.",
+        description='Function, or its import path ``"module:function"``, that receives each event before '
+        "it is written and returns the event to write, or None to write nothing. If it raises, nothing is "
+        "written.",
     )
     flush_period_s: float = Field(
-        10, ge=0.1, le=3600, description="How long events are collected for one file, in seconds."
+        10, ge=0.1, le=3600, description="Time for which events are collected into one file, in seconds."
     )
 
     @field_validator("redact")

@@ -26,7 +26,7 @@ class GangSchedulingConfig(Options):
     place: ClassVar[str] = "gang_scheduling_config"
 
     gang_size: int = Field(
-        ge=1, description="Number of replicas of a gang; ``num_replicas`` must be a multiple of it."
+        ge=1, description="Number of replicas in a gang; ``num_replicas`` must be a multiple of it."
     )
     gang_placement_strategy: Literal["PACK", "SPREAD"] = Field(
         "PACK",
@@ -35,8 +35,8 @@ class GangSchedulingConfig(Options):
     )
     runtime_failure_policy: Literal["RESTART_GANG"] = Field(
         "RESTART_GANG",
-        description="What happens when a replica is lost: the others of its gang are killed, and a new gang "
-        "starts.",
+        description="What happens when a replica is lost: the other replicas of its gang are killed, and "
+        "a new gang starts.",
     )
 
     @field_validator("runtime_failure_policy", mode="before")
@@ -96,7 +96,7 @@ def check_covered(bundles: Sequence[Mapping[str, float]] | None, options: ActorO
     for name, amount in options.demand().items():
         if amount > bundles[0].get(name, 0):
             raise ValueError(
-                f"placement_group_bundles[0] is {dict(bundles[0])!r}, and the replica, which runs in it, "
-                f"needs {shown(amount)} of {name!r} by its actor_options; add it to the first bundle, or "
-                "ask for less in actor_options"
+                f"placement_group_bundles[0] is {dict(bundles[0])!r}, but the replica runs in it and its "
+                f"actor_options need {shown(amount)} of {name!r}; increase the first bundle, or reduce "
+                "actor_options"
             )

@@ -73,33 +73,34 @@ class Gate(Options):
 
     metric: Literal["error_rate", "latency", "prometheus"] = Field(
         "error_rate",
-        description="What is compared: the share of failed requests, of slow ones, or the value of a PromQL "
-        "expression, which is worse if it is larger.",
+        description="What is compared: the share of failed requests, the share of slow ones, or the "
+        "value of a PromQL expression, for which larger is worse.",
     )
     quantile: float = Field(
         0.95,
         gt=0,
         lt=1,
-        description="For ``latency``: a request is slow if it takes longer than this share of the old "
-        "version's requests.",
+        description="For ``latency``: a request is slow if its latency is above this quantile of the old "
+        "version's latencies.",
     )
     tolerance: float = Field(
         0.1,
         ge=0,
         le=10,
-        description="By how much the new version may be worse: 0.1 accepts a tenth more errors or slow "
-        "requests, or a tenth larger value.",
+        description="How much worse the new version may be, as a share: 0.1 accepts 10 % more errors or "
+        "slow requests, or a value 10 % larger.",
     )
     detects: Share | None = Field(
         None,
-        description="The increase that a step must be able to detect, as a share of all requests: a step "
-        "lasts until the new version has completed enough requests for this. If the old version's own "
-        "share is larger, that share is used. None: ``2%`` of failed requests, ``10%`` of slow ones.",
+        description="Smallest increase that a step must be able to detect, as a share of all requests. A "
+        "step lasts until the new version has completed enough requests to detect it. If the old version's "
+        "own share is larger, that share is used. None: ``2%`` of failed requests, ``10%`` of slow ones.",
     )
     query: str = Field(
         "",
-        description="For ``prometheus``: an expression with one value. ``$replicas`` in it stands for a "
-        "regular expression that matches the label ``replica`` of one version, ``$version`` for its name.",
+        description="For ``prometheus``: an expression with one value. In it, ``$replicas`` is replaced "
+        "by a regular expression that matches the label ``replica`` of one version, and ``$version`` by "
+        "the name of that version.",
     )
     prometheus_address: Annotated[Secret | None, Masked(masked)] = Field(
         None, description="For ``prometheus``: address of the server, such as ``http://prometheus:9090``."
@@ -107,8 +108,8 @@ class Gate(Options):
     interval_s: float = Field(
         15,
         ge=0.1,
-        description="For ``prometheus``: time between two comparisons in seconds, at least the window of "
-        "the expression's ``rate``, so that no request is in two comparisons.",
+        description="For ``prometheus``: time between two comparisons, in seconds. It must be at least "
+        "the window of the expression's ``rate``, so that no request counts twice.",
     )
 
     @model_validator(mode="after")
@@ -134,50 +135,51 @@ class RolloutConfig(Options):
         min_length=1,
         max_length=100,
         description=(
-            'Shares of the traffic that the new version gets, one after another, as ``"5%"``. After the '
-            "last one, the old version stops; if that is less than 100 %, its replicas are replaced one by "
-            "one as without a rollout. ``0%`` only starts the replicas, for requests that name the version "
-            "and for copies."
+            "Shares of the traffic that the new version gets, one after another, such as "
+            '``"5%"``. After the last step, the old version stops. If the last step is below 100 %, the '
+            "remaining replicas are then replaced one by one, as without a rollout. At ``0%``, the new "
+            "replicas run, but get only copies and requests that name the version."
         ),
     )
     pause_s: float | None = Field(
         60,
         ge=0,
-        description="Minimum time in seconds at each step. None: until ``promote``.",
+        description="Minimum duration of each step, in seconds. None: until ``promote`` is called.",
     )
     min_requests: int = Field(
         100,
         ge=0,
-        description="Minimum number of requests that the new version must complete at a step. The gates may "
-        "need more, see ``detects``. At ``0%`` with ``shadow``: minimum number of compared answers.",
+        description="Minimum number of requests that the new version must complete in each step. Gates "
+        "may need more, see ``detects``. At ``0%`` with ``shadow``: minimum number of compared answers.",
     )
     gates: list[Gate] = Field(
         default_factory=lambda: [Gate()],
         max_length=10,
-        description="Comparisons with the old version over the same time. Empty: none.",
+        description="Comparisons with the old version over the same period. Empty: none.",
     )
     false_alarm: float = Field(
         0.001,
         gt=0,
         le=0.2,
-        description="Probability with which a new version that is as good as the old one is rolled back, "
-        "over all steps and gates.",
+        description="Probability that a new version is rolled back although it is as good as the old "
+        "one, over all steps and gates.",
     )
     sticky: SessionPart | None = Field(
         None,
-        description="The part of an HTTP request that names its session, ``header:NAME`` or ``cookie:NAME``: "
-        "a session stays with its version. Calls of handles are sticky by their ``session_id``.",
+        description="Where an HTTP request has the id of its session, ``header:NAME`` or "
+        "``cookie:NAME``. All requests of a session go to one version. For calls by handle, the session is "
+        "their ``session_id``.",
     )
     shadow: Share = Field(
         "0%",
-        description="Share of the old version's requests that are copied to the new version. Its answer is "
-        "compared with ``compare`` and dropped.",
+        description="Share of the old version's requests that are copied to the new version. The answer "
+        "to a copy is compared by ``compare`` and dropped.",
     )
     compare: Annotated[str | None, BeforeValidator(_as_path), AfterValidator(_checked_path)] = Field(
         None,
-        description="Import path ``module:function`` of the function that compares two answers of a shadowed "
-        "request, the old version's first, and returns whether they are equal. None: they are equal if their "
-        "status and body are, or their values.",
+        description="Import path ``module:function`` of a function that gets the two answers to a "
+        "shadowed request, the old version's first, and returns whether they are equal. None: HTTP "
+        "responses are equal if their status and body are, other answers if their values are.",
     )
 
     @field_validator("steps", mode="after")

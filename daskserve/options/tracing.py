@@ -18,20 +18,21 @@ class TracingConfig(Options):
 
     enabled: bool = Field(
         True,
-        description="Whether sampled requests have spans. Those of clients are passed on in any case.",
+        description="Whether daskserve creates spans for sampled requests. Trace contexts of clients are "
+        "passed on in any case.",
     )
     exporter_import_path: str = Field(
         "",
-        description="Import path of a function without arguments, on the workers. It returns exporters or "
-        "span processors of OpenTelemetry's SDK, one or a list. Empty: the exporters that "
+        description="Import path, on the workers, of a function without arguments that returns an "
+        "exporter or a span processor of OpenTelemetry's SDK, or a list of them. Empty: the exporters that "
         "``OTEL_TRACES_EXPORTER`` names, by default OTLP by HTTP.",
     )
     sampling_ratio: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="Share of the requests without a ``traceparent`` that begin a trace. A request with one "
-        "is sampled if its sender has sampled it.",
+        description="Share of the requests without a ``traceparent`` header that are sampled. A request "
+        "with the header is sampled if its sender sampled it.",
     )
 
     @field_validator("exporter_import_path")

@@ -44,8 +44,8 @@ class _FillingUnpickler(pickle.Unpickler):
     def persistent_load(self, number: Any) -> Any:
         value = self.values[number]
         if isinstance(value, Payload):
-            # Unpickled here, because that may run user code; and once, because the arguments may refer to it
-            # twice.
+            # Unpickled here, because that may run user code; and only once, because the arguments may refer
+            # to it twice.
             value = self.values[number] = value.load()
         return value
 

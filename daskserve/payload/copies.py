@@ -1,9 +1,9 @@
 """Copies of large buffers, so that later changes of the original do not change what was sent.
 
 Problem: a program that fills an array again once ``remote`` has returned must not change the arguments of the
-call, which may be sent later, or never if the replica is in the same process. A copy for the call and another
-one to shared memory would double the time of a call. Choice: a process that shares memory with others offers
-a function that copies straight into shared memory; the message then refers to that copy.
+call, which may be sent later, or never if the replica is in the same process. A copy for the call and a
+second copy to shared memory would double the time of a call. Choice: a process that shares memory with others
+offers a function that copies straight into shared memory; the message then refers to that copy.
 
 A buffer that cannot change is not copied: ``bytes``, what was received, and read-only arrays.
 """

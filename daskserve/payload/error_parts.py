@@ -252,7 +252,7 @@ class _Dumps:
         return _stand_in(value, self._foreign)
 
     def _state(self, state: tuple[Any, ...]) -> bytes | None:
-        # Pickled by reference if the receiver can import the class, which takes a tenth of the time.
+        # Pickled by reference if the receiver can import the class, because this takes a tenth of the time.
         try:
             data = pickle.dumps(state, 5)
             if data.find(b"__main__") < 0:

@@ -19,7 +19,7 @@ MAX_TEXT = 8 * 1024
 MAX_TRACEBACK = 64 * 1024
 #: Maximum length of one value in the text of an error that has large arguments.
 MAX_VALUE = 200
-#: Maximum number of frames of a traceback; of a deep recursion, the innermost are kept.
+#: Maximum number of frames of a traceback; in a deep recursion, the innermost frames are kept.
 MAX_FRAMES = 500
 
 #: Replaces the text of an error if code of its class must not run, or takes too long.
@@ -161,7 +161,7 @@ def traceback_text(error: BaseException) -> str:
             text = _joined(error) or "".join(lines)
             # If the cause is a traceback of another process, the text already begins with it.
             return encodable(shortened(text.removeprefix(_REMOTE), MAX_TRACEBACK))
-    except BaseException:  # user code may raise anything; `traceback` reads more attributes than the text
+    except BaseException:  # user code may raise any error; `traceback` reads more attributes than the text
         pass
     return bare_traceback(error, summary_of(error))
 

@@ -121,8 +121,8 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
         if name == "__main__" or name.partition(".")[0] == "daskserve":
             continue
         if not file.startswith(starts):
-            # It may be the same folder by another name. Only the file system knows that, and asking it is
-            # slow.
+            # It may be the same folder by another name. Only the file system has this information, and
+            # reading it is slow.
             real = real or tuple(os.path.join(os.path.realpath(each), "") for each in starts)
             inside = os.path.realpath(file)
             if not inside.startswith(real) or _is_installed(inside):

@@ -38,8 +38,7 @@ def list_models(url: str) -> dict[str, list[str]]:
 
     Raises
     ------
-    OSError
-        The folder is not there or cannot be read; file systems may raise others.
+    OSError The folder does not exist or cannot be read; file systems may raise other errors.
     """
     files, root = file_system(url)
     found = {name: newest_last(_folders(files, f"{root}/{name}")) for name in _folders(files, root)}

@@ -148,7 +148,7 @@ class PackedError(StandInError):
         return packed
 
     def load(self) -> BaseException:
-        """Return the error, whose last cause is its remote traceback; runs code of its class."""
+        """Return the error, whose last cause is its remote traceback; this runs code of its class."""
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded
@@ -211,7 +211,7 @@ def pack_in_steps(error: BaseException) -> Iterator[PackedError]:
 
 
 def pack_all(error: BaseException) -> PackedError:
-    """Pack an error of user code completely, however long that takes."""
+    """Pack an error of user code completely, regardless of the time that this takes."""
     *_, packed = pack_in_steps(error)
     return packed
 

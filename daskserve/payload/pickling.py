@@ -136,7 +136,8 @@ def with_places(
     except ServeError:
         raise  # the error says what to do
     except Exception:
-        # A foreign object may raise anything. It is raised again unless there is another way to pickle it.
+        # A foreign object may raise anything. The error is raised again unless there is another way to pickle
+        # the object.
         from daskserve.internals.cloudpickle import trace
 
         places, _ = trace(value, substitution)

@@ -2,8 +2,8 @@
 
 The error's message, and the traceback of the process where it was raised, show what has failed; the traceback
 is the error's cause. When a function of daskserve returns to its caller, the frames of daskserve in this
-process are removed; ``daskserve.errors.full-tracebacks`` keeps them. One frame stays, because Python adds it
-later; a notebook does not show it.
+process are removed; ``daskserve.errors.full-tracebacks`` keeps them. One frame remains, because Python adds
+it later; a notebook does not show it.
 
 An unexpected error is a bug in daskserve, and keeps its frames for the bug report.
 """
@@ -68,7 +68,7 @@ def _has_users_frames(error: BaseException) -> bool:
 
 
 def shown_in_notebook(error: ErrorT) -> ErrorT:
-    """Return an error that IPython, if it runs here, shows without frames of daskserve."""
+    """Return an error that IPython, if the code runs there, shows without frames of daskserve."""
     if ipython.shell() is not None:
         for each in causes_of(error):
             if type(each) is RemoteTraceback and each.args:

@@ -146,7 +146,7 @@ def dump_option(name: str, value: Any, remedy: str) -> bytes:
 def path_to(
     value: Any, roots: NamedParts, substitution: Callable[[], Substitute] | None = None
 ) -> list[PathStep]:
-    """Return the path to the part of a value that cannot be pickled; empty if that is not known.
+    """Return the path to the part of a value that cannot be pickled; empty if the part is not known.
 
     The first step is the root where the path begins.
     """

@@ -1,7 +1,7 @@
-"""The modules of a project that a module uses, as its source says.
+"""The modules of a project that a module uses, according to its source.
 
-Problem: a process that builds one application may have imported modules for others. If they counted, the
-version of the application would depend on what its process had done before, and a change of another
+Problem: a process that builds one application may have imported modules for others. If these modules counted,
+the version of the application would depend on what its process had done before, and a change of another
 application, or of a number of replicas, would restart it. Choice: only imports count, from the application's
 module on, those within functions included, and import paths in strings. If a source cannot be read, or
 imports modules by names that it computes, all modules count.
@@ -28,7 +28,8 @@ _PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
 
 
 def used_by(roots: Iterable[str], modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-    """Return those of a project's modules that some of them use, directly or not, and these themselves."""
+    """Return those of a project's modules that the given modules use, directly or indirectly, and the given
+    modules."""
     used: dict[str, ModuleType] = {}
     names = list(roots)
     while names:

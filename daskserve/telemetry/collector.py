@@ -51,11 +51,12 @@ class _Known:
         self._errors = {"samples": ErrorLog(logger), "user_samples": ErrorLog(logger)}
 
     def samples(self) -> list[MetricSample]:
-        """Return the samples of the source; none if it no longer exists or raises."""
+        """Return the samples of the source; empty if it no longer exists or raises an error."""
         return self._read("samples", "metrics")
 
     def user_samples(self) -> list[UserSample]:
-        """Return the user metrics of the source; none if it has none, no longer exists or raises."""
+        """Return the user metrics of the source; empty if it has none, no longer exists or raises an
+        error."""
         return self._read("user_samples", "user metrics")
 
     def _read(self, method: str, what: str) -> list[Any]:

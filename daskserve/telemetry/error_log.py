@@ -7,7 +7,7 @@ import math
 import re
 import traceback
 
-#: The number of kinds from which those without a recent event are forgotten.
+#: Number of kinds from which kinds without a recent event are forgotten.
 MAX_KINDS = 256
 #: Numbers and addresses, which may differ between two occurrences of the same error.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -51,7 +51,8 @@ class SparseLog:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def take(self, kind: str, now: float) -> int | None:
-        """Return how many events of a kind were left out since the last one; None to leave out this one."""
+        """Return how many events of a kind were left out since the last logged one; None to leave out this
+        event."""
         since, left_out = self._kinds.get(kind, (-math.inf, 0))
         if now - since < self._period_s:
             self._kinds[kind] = since, left_out + 1

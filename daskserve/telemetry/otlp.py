@@ -1,7 +1,7 @@
 """Sends the metrics of a process to an OpenTelemetry collector, for clusters without a Prometheus server.
 
 A separate thread does this at an interval, so a slow or absent collector delays no request. A failed export
-is counted, and the next one has newer totals. The exporter is that of OpenTelemetry's SDK (the extra
+is counted, and the next export has newer totals. The exporter is that of OpenTelemetry's SDK (the extra
 ``tracing``), with all of its environment variables.
 """
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from daskserve.loops.connection_table import MovedConnection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
@@ -22,7 +23,7 @@ from daskserve.proxies.exchange.request.chunks import ChunkReader
 from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import can_detect_disconnects, duplicate
-from daskserve.proxies.exchange.taken_connection import TakenConnection
+from daskserve.proxies.exchange.taken_connection import RecordingProtocol, TakenConnection
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -72,7 +73,6 @@ class HTTPConnection(Connection):
         self._drops_data = False  # further data is dropped
         self._has_ended = False  # the client has ended its side of the connection
         self._linger: asyncio.TimerHandle | None = None
-        self._has_left = False  # another process continues with the connection
 
     # ---- called by the transport
 
@@ -82,6 +82,7 @@ class HTTPConnection(Connection):
         self.is_made = True
         if self.taken is not None:
             self.stream.on_lost = self.taken.end
+            _receive(self)
         self._on_made()
         if self._rest:
             # Later, because a transport cannot pause reading yet. New data is added to these bytes.
@@ -90,15 +91,16 @@ class HTTPConnection(Connection):
     def data_received(self, data: bytes) -> None:
         if self._drops_data:
             return
+        self._rest = self._rest + data if self._rest else data
         if (taken := self.taken) is not None:
+            taken.passed += len(data)
             if taken.is_unsent and not self._is_busy:
                 _note_sent(self, taken)
-            taken.add(data)
-        self._rest = self._rest + data if self._rest else data
         self._read_on()
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open, because the client may have closed only its own side."""
+        """Return whether the connection should stay open, because the client may have closed only its sending
+        side."""
         exchange = self.exchange
         waits = can_detect_disconnects() and exchange is not None and exchange.unread is not None
         if self.server_state.tls is not None or not waits:
@@ -116,7 +118,7 @@ class HTTPConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._drops_data = True
         self._rest = b""
-        if self.taken is not None and not self._has_left:
+        if self.taken is not None:
             self.taken.shut_down()  # closing this copy would not end the connection
         if self._linger is not None:
             self._linger.cancel()
@@ -146,6 +148,14 @@ class HTTPConnection(Connection):
 
     def give_back(self) -> bool:
         return _give_back(self)
+
+    def note_answer(self, size_bytes: int) -> None:
+        if self.taken is None:
+            return
+        if self.stream.writing():
+            self.taken.fix()
+        else:
+            self.taken.answer(self.stream.sent_bytes, size_bytes, len(self._rest))
 
     def close_when_sent(self) -> None:
         if self._rest and not self._drops_data and not self._has_ended:
@@ -282,23 +292,10 @@ class HTTPConnection(Connection):
             exchange.finish()
         elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
             if self.taken is not None:
-                self.taken.fix()
+                self.taken.fix()  # the next data is not received into the record
             self._transport.set_protocol(
-                BufferedBodyProtocol(self, exchange.body, self._left, self._note_filled)
+                BufferedBodyProtocol(self, exchange.body, self._left, partial(_note_filled, self))
             )
-
-    def _note_filled(self, size_bytes: int) -> None:
-        self._left -= size_bytes
-        is_ended, exchange = not self._left, self.exchange
-        if exchange is None or self._drops_data:  # the connection ends
-            self._transport.set_protocol(self)
-            return
-        exchange.body_filled(size_bytes, is_last=is_ended)
-        if is_ended or not exchange.body.takes_room:
-            self._transport.set_protocol(self)
-        if is_ended and not self._drops_data:
-            self._is_read = True
-            exchange.finish()
 
     def _wait_for(self, room: asyncio.Future[None]) -> None:
         self._room = room
@@ -308,6 +305,35 @@ class HTTPConnection(Connection):
         if room is self._room:
             self._room = None
             self._read_on()
+
+
+def _receive(self: HTTPConnection) -> None:
+    """Receive data as HTTP requests; into its record if a proxy has given the connection."""
+    taken, transport = self.taken, self._transport
+    if taken is None or self.server_state.tls is not None:
+        transport.set_protocol(self)
+    elif (record_to := getattr(transport, "record_to", None)) is not None:  # a `TornadoTransport`
+        record_to(taken)
+    else:
+        transport.set_protocol(RecordingProtocol(self, taken))
+
+
+def _note_filled(self: HTTPConnection, size_bytes: int) -> None:
+    """Record that a part of a body was received into its buffer."""
+    self._left -= size_bytes
+    if self.taken is not None:
+        self.taken.note_received(size_bytes, is_recorded=False)
+        self.taken.passed += size_bytes
+    is_ended, exchange = not self._left, self.exchange
+    if exchange is None or self._drops_data:  # the connection ends
+        _receive(self)
+        return
+    exchange.body_filled(size_bytes, is_last=is_ended)
+    if is_ended or not exchange.body.takes_room:
+        _receive(self)
+    if is_ended and not self._drops_data:
+        self._is_read = True
+        exchange.finish()
 
 
 def _end_linger(connection: HTTPConnection) -> None:
@@ -326,18 +352,23 @@ def _note_finished(self: HTTPConnection, taken: TakenConnection) -> bool:
 
 
 def _note_sent(self: HTTPConnection, taken: TakenConnection) -> None:
-    """Let the connection move again if its last response is sent; otherwise a move would cut the response."""
+    """Allow the connection to move again if its last response is sent; otherwise a move would cut the
+    response."""
     if not self.stream.writing() and self.stream.can_move():
         taken.is_unsent = False
-        taken.finish(self._rest)
+        taken.finish(len(self._rest))
 
 
-def give_back_idle(self: HTTPConnection) -> bool:
-    """Give a connection back to the proxy unless it has a request; return whether it was given back."""
+def give_back_idle(self: HTTPConnection, again_s: float = 0.0) -> bool:
+    """Give a connection back to the proxy unless it has a request; return whether it was given back.
+
+    If its last response is not sent yet, it is given back later: after ``again_s``, then every `SENT_S`.
+    """
     if not self.is_made or self._is_busy or self._drops_data or self._has_ended:
         return False
     if self.stream.writing():
-        asyncio.get_running_loop().call_later(SENT_S, give_back_idle, self)
+        # At first at once, because uvloop sends a response at the end of this iteration of the event loop.
+        asyncio.get_running_loop().call_later(again_s, give_back_idle, self, SENT_S)
         return False
     if self.taken is not None and self.taken.is_unsent:
         _note_sent(self, self.taken)
@@ -348,21 +379,14 @@ def _give_back(self: HTTPConnection) -> bool:
     taken = self.taken
     if taken is None or not taken.can_move() or not self.stream.can_move() or self.stream.writing():
         return False
-    unread = self.stream.take_unread()
-    if unread:
-        self._rest += unread
-        taken.add(unread)
-        if not taken.can_move():
-            self.stream.resume_reading()
-            asyncio.get_running_loop().call_soon(self._read_on)
-            return False
     taken.give_back()
     _leave(self)
     return True
 
 
 def _move(self: HTTPConnection, give: Callable[[MovedConnection], bool]) -> None:
-    """Move a connection, which has no request, to another process with ``give``, if that takes it."""
+    """Move a connection without a request to another process by calling ``give``, if that process accepts
+    it."""
     if self._drops_data or self._rest or not self.stream.can_move() or self.stream.writing():
         return
     self._rest = self.stream.take_unread()
@@ -382,7 +406,7 @@ def _move(self: HTTPConnection, give: Callable[[MovedConnection], bool]) -> None
 
 def _leave(self: HTTPConnection) -> None:
     """Stop serving a connection, which stays open because another process has a copy of it."""
-    self._drops_data = self._has_left = True
+    self._drops_data = True
     self.exchange = None
     self._rest = b""
     self._transport.abort()

@@ -188,8 +188,7 @@ class HTTPResponse(Response):
         if data is None:
             return None
         self._start = message
-        if self._connection.taken is not None:
-            self._connection.taken.fix()
+        self._connection.note_answer(len(data))
         self.headers_sent = self.is_complete = True
         self.status = message["status"]
         try:
@@ -240,14 +239,15 @@ class HTTPResponse(Response):
             )
             parts = writer.first(body, more_body, self._server_state.heads.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
-            if self._connection.taken is not None:
-                self._connection.taken.fix()
+            is_last = not (more_body or writer.closes) and self.body.is_ended
+            self._connection.note_answer(sum(map(len, parts)) if is_last else 0)
             self.headers_sent = True
             self.closes = writer.closes
         else:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
-            # A client may send its body slowly while it receives the response; it is idle if neither moves.
+            # A client may send its body slowly while it receives the response; it is idle only if neither
+            # makes progress.
             self._server_state.idle_watch.watch(self._connection)
         if not parts:
             return None

@@ -90,7 +90,8 @@ class Refusals:
         self.notify: NoteRefused = lambda *refused: None
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
-        """Count a request that ends because of its body; ``is_cut`` if its response had already begun."""
+        """Count a request that ends because of its body; ``is_cut`` says that its response had already
+        begun."""
         self.causes[_CAUSES[status]] += 1
         if not is_cut:
             self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
@@ -179,7 +180,7 @@ TakerOf: TypeAlias = Callable[[str | None], Callable[[MovedConnection], bool] | 
 
 
 def no_taker(path: str | None = None) -> None:
-    """Return None: no process takes connections."""
+    """Return None: no other process accepts connections."""
 
 
 @dataclass
@@ -282,6 +283,9 @@ class Connection(asyncio.Protocol):
         Returns False if the connection cannot move.
         """
         raise NotImplementedError
+
+    def note_answer(self, size_bytes: int) -> None:
+        """Record that a response is written next: its size, or 0 if that is not known."""
 
     def close(self) -> None:
         """Close the connection, and cancel its request."""

@@ -73,7 +73,7 @@ class Stream(asyncio.Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """The number of bytes that the operating system has accepted; grows while a client reads."""
+        """The number of bytes that the operating system has accepted; it grows while a client reads."""
         return self._accepted_bytes - (0 if self._is_lost else self._transport.get_write_buffer_size())
 
     def set_close_callback(self, callback: Callable[[], None] | None) -> None:
@@ -189,7 +189,7 @@ class Stream(asyncio.Protocol):
             self._room.set_exception(ConnectionResetError(GONE))
             self._room.exception()  # marks it as retrieved, because nothing may await it
         self._on_data = None
-        # Later, so that a reader gets the last bytes before the end.
+        # Called later, so that a reader gets the last bytes before the end.
         self._loop.call_soon(self._notify_closed)
 
     def _notify_closed(self) -> None:
@@ -224,7 +224,7 @@ def duplicate(sock: Any) -> socket.socket:
 def can_detect_disconnects() -> bool:
     """Return whether the operating system can detect that a client has disconnected, as Linux can.
 
-    On others, the end of a client's data counts as a disconnect.
+    On other systems, the end of a client's data counts as a disconnect.
     """
     return hasattr(select, "POLLRDHUP")
 
@@ -232,7 +232,7 @@ def can_detect_disconnects() -> bool:
 def addresses_of(
     sock: socket.socket | None,
 ) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:
-    """Return the addresses of a connection's client and server; None without addresses."""
+    """Return the addresses of a connection's client and server; None if they are not known."""
     try:
         if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
             return None, None

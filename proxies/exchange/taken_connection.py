@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
 from daskserve.loops.connection_table import GIVE_BACK, ConnectionRecord
+
+#: How much is received at a time when it cannot be recorded.
+_UNRECORDED_BYTES = 64 * 1024
 
 
 class TakenConnection(ConnectionRecord):
@@ -38,12 +42,38 @@ class TakenConnection(ConnectionRecord):
         self._goes_back = True
 
     def shut_down(self) -> None:
-        """End the connection, although the proxy has a copy of it."""
-        with suppress(OSError):  # it is closed already
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """End the connection, although the proxy has a copy of it, unless it is given back."""
+        if not self._goes_back:
+            with suppress(OSError):  # it is closed already
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Tell the proxy that this process has closed its copy of the connection. Idempotent."""
         if not self.has_ended:  # the proxy may have given the slot to another connection
             self.has_ended = True
             self._notify(self.slot | GIVE_BACK if self._goes_back else self.slot)
+
+
+class RecordingProtocol(asyncio.BufferedProtocol):
+    """The protocol of a transport that receives data into the record of a connection."""
+
+    def __init__(self, reader: asyncio.Protocol, taken: TakenConnection) -> None:
+        self._reader, self._taken = reader, taken
+        self._room: memoryview | None = None
+        self._is_recorded = False
+        self.eof_received = reader.eof_received  # type: ignore[method-assign]
+        self.connection_lost = reader.connection_lost  # type: ignore[method-assign]
+        self.pause_writing = reader.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = reader.resume_writing  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        room = self._taken.room()
+        self._is_recorded = room is not None
+        self._room = memoryview(bytearray(_UNRECORDED_BYTES)) if room is None else room
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        assert self._room is not None
+        data, self._room = bytes(self._room[:nbytes]), None
+        self._taken.note_received(nbytes, is_recorded=self._is_recorded)
+        self._reader.data_received(data)

@@ -25,8 +25,8 @@ from daskserve.proxies.asgi import Headers
 class ErrorReply:
     """A plain-text response.
 
-    ``is_fault`` marks an error to investigate, as opposed to one caused by load. ``hides_message`` marks a
-    text that is not the error's message.
+    ``is_fault`` marks an error that should be investigated, as opposed to an error caused by load.
+    ``hides_message`` marks a text that is not the error's message.
     """
 
     status: int

@@ -16,7 +16,7 @@ from daskserve.telemetry.table import MetricSample
 #: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
 METHODS = frozenset((*ALL_HTTP_METHODS, "WEBSOCKET"))
 OTHER_METHOD = "OTHER"
-#: The status of requests whose client disconnected before the response; nginx uses the same one.
+#: The status of requests whose client disconnected before the response, as in nginx.
 CLIENT_GONE = 499
 #: Above this number of routes, the metrics of deleted routes are dropped.
 MAX_ROUTES = 1000
@@ -26,7 +26,7 @@ MAX_MATCHED = 200
 #: The paths of the health check (can this proxy take requests?) and of the readiness check (does every
 #: deployment that should run have a replica?).
 HEALTHZ, READYZ = "/-/healthz", "/-/readyz"
-#: The route of requests that match none, and the routes that the ingress itself answers.
+#: The route of requests that match no route, and the routes that the ingress itself answers.
 NO_ROUTE = Route("", "", frozenset())
 SYSTEM_ROUTES: Mapping[str, Route] = {
     path: Route(path, "", frozenset(("GET", "HEAD"))) for path in (HEALTHZ, READYZ, "/-/routes")
@@ -41,7 +41,7 @@ class RouteMetrics:
     def __init__(self) -> None:
         #: By method and status.
         self.responses: dict[tuple[str, int], int] = {}
-        #: By cause: see `daskserve.telemetry.histogram.cause_of`; the ingress has a few more.
+        #: By cause, see `daskserve.telemetry.histogram.cause_of`; the ingress has some additional causes.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
 

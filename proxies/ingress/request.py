@@ -184,7 +184,8 @@ class WebSocketResponse(Response):
 
 
 def parse_timeout(value: bytes, *, limit_s: float | None, is_trusted: bool = False) -> float | None:
-    """Return the timeout of a request in seconds, given its header and the operator's limit; None for none.
+    """Return the timeout of a request in seconds, given its header and the operator's limit; None if there is
+    no timeout.
 
     Zero, negative and infinite values mean no limit. Values that are not numbers are ignored. Only a trusted
     sender may exceed the operator's limit.

@@ -82,7 +82,8 @@ class RouteTable:
         self._tree = _Segment.tree(self._routes) if any(map(has_variables, self._routes)) else None
 
     def match(self, path: str) -> Route | None:
-        """Return the longest route that is a prefix of ``path`` up to a slash or the end; None without one.
+        """Return the longest route that is a prefix of ``path`` up to a slash or the end; None if there is
+        none.
 
         A fixed segment takes precedence over a variable. Pending routes come last.
         """

@@ -31,7 +31,8 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     if request.has_trace_headers:
         request.trace = carrier = read_headers(scope["headers"])
         parent = parent_in(carrier or ())
-    # The sender decides, if there is one: a trace with missing spans explains nothing.
+    # If the request has a sender's trace, the sender decides, because a trace with missing spans explains
+    # nothing.
     if tracing is None or not (parent.is_sampled if parent.trace_id else tracing.draws()):
         return
     state, baggage = carrier[1:] if carrier else ("", "")

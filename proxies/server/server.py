@@ -47,6 +47,8 @@ log = logging.getLogger("daskserve.proxies")
 _QUIET_S = 0.1
 #: While draining, the interval at which a pause in accepting is checked.
 _PAUSED_S = 0.01
+#: While draining, how many connections are given back in one iteration of the event loop.
+_GIVE_AT_ONCE = 100
 #: How long cancelled requests may take to end.
 _CANCEL_S = 5.0
 
@@ -273,9 +275,11 @@ class HTTPServer:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
-        for connection in list(self.state.connections) if gives_back else ():
+        for number, connection in enumerate(list(self.state.connections) if gives_back else ()):
             assert isinstance(connection, HTTPConnection)
             give_back_idle(connection)
+            if number % _GIVE_AT_ONCE == _GIVE_AT_ONCE - 1:
+                await self._clock.sleep(0)
         for session in list(self.state.sockets) if sends_away else ():
             session.go_away()
         while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
@@ -284,7 +288,7 @@ class HTTPServer:
             else:
                 # A client may be about to send another request on its connection.
                 await self._clock.sleep(min(left_s, _QUIET_S))
-                if not self.state.tasks:
+                if not self.state.tasks and not any(each.stream.writing() for each in self.state.connections):
                     break
 
     async def stop(self) -> None:

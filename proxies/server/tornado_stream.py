@@ -14,6 +14,8 @@ from typing import Any
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream
 
+from daskserve.proxies.exchange.taken_connection import TakenConnection
+
 #: How much is read at a time, and how much in one iteration of the event loop.
 _PIECE_BYTES = 64 * 1024
 _TURN_BYTES = 256 * 1024
@@ -31,6 +33,8 @@ class PlainStream(IOStream):
 
     #: The number of bytes that the operating system has accepted.
     sent_bytes = 0
+    #: The record into which data is received, if a proxy has given the connection to this process.
+    record: TakenConnection | None = None
     #: Returns whether the connection stays open after the client has ended its side.
     stays_open: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -63,6 +67,27 @@ class PlainStream(IOStream):
             return 0
         self.sent_bytes += sent_bytes
         return sent_bytes
+
+    def close_fd(self) -> None:
+        if self.record is not None:
+            self.record.shut_down()
+        super().close_fd()
+
+    def read_from_fd(self, buf: Any) -> int | None:
+        record = self.record
+        room = None if record is None else record.room()
+        if record is None or room is None:
+            size_bytes = super().read_from_fd(buf)
+            if record is not None and size_bytes:
+                record.note_received(size_bytes, is_recorded=False)
+            return size_bytes
+        try:
+            size_bytes = self.socket.recv_into(room)
+        except BlockingIOError:
+            return None
+        buf[:size_bytes] = room[:size_bytes]
+        record.note_received(size_bytes, is_recorded=True)
+        return size_bytes
 
     def write_to_fd(self, data: memoryview) -> int:
         try:

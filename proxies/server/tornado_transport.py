@@ -12,6 +12,7 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.taken_connection import TakenConnection
 from daskserve.proxies.server.tornado_stream import PlainStream, StreamReader, TLSStream, open_stream
 
 
@@ -38,7 +39,12 @@ class TornadoTransport(asyncio.Transport):
         self._reader.start()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._stream.record = None  # only HTTP requests are recorded
         self._protocol = self._reader.protocol = protocol
+
+    def record_to(self, record: TakenConnection) -> None:
+        """Receive data into the record of a connection."""
+        self._stream.record = record
 
     def pause_reading(self) -> None:
         self._reader.pause()

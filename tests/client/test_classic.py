@@ -92,7 +92,7 @@ class TestFunctions:
             ),
             (Echo, ([inner],), "'b' has <Application 'Echo'> as an argument"),
             (Echo, (Echo,), r"'b' has Deployment\(name=Echo.* as an argument"),
-            (Echo.bind(1), (2,), "<Application 'Echo'> is bound to its arguments already"),
+            (Echo.bind(1), (2,), "<Application 'Echo'> already has the arguments of its bind"),
             (
                 Echo.options(deployment_actors=[{"name": "a", "actor_class": dict}]),
                 (),

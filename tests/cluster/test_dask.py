@@ -84,7 +84,7 @@ async def test_an_instance_that_a_new_scheduler_does_not_know_yet_is_unavailable
     with pytest.raises(NotRunningError):
         await cluster.controller()
     await cluster.resume()
-    with pytest.raises(UnavailableError, match="'a' is coming back: its scheduler was replaced"):
+    with pytest.raises(UnavailableError, match="'a' is reconnecting: its scheduler was replaced"):
         await cluster.controller()
     await asyncio.sleep(RECONNECT_S + 1)
     with pytest.raises(NotRunningError):

@@ -17,9 +17,7 @@ from tornado.ioloop import IOLoop
 
 from daskserve.cluster.dask.quiet_close import QuietCluster
 from daskserve.cluster.distributed_internals import (
-    WorkerOutcome,
     agree,
-    answer_lost_scheduler,
     answer_signal,
     as_current,
     call_before_close,
@@ -35,7 +33,6 @@ from daskserve.cluster.distributed_internals import (
     publish,
     release_loop,
     socket_of,
-    stop_answering_lost_scheduler,
     stop_answering_signal,
     stream_of,
 )
@@ -168,70 +165,6 @@ def test_a_function_is_called_before_a_client_closes() -> None:
 
     asyncio.run(scenario())
     assert states == ["closing"]
-
-
-class ClosingWorker:
-    """A worker that records how it is closed."""
-
-    def __init__(self) -> None:
-        self.status = Status.running
-        self.closed: list[tuple[bool, bool, str]] = []
-
-    async def close(self, timeout: float, executor_wait: bool, nanny: bool, reason: str) -> str:
-        self.closed.append((executor_wait, nanny, reason))
-        return "OK"
-
-
-BROKE = "worker-handle-scheduler-connection-broken"
-
-
-async def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks() -> None:
-    for outcome, closed in [
-        (WorkerOutcome.STAYS, []),
-        (WorkerOutcome.RESTARTS, [(False, False, BROKE)]),
-        (WorkerOutcome.CLOSES, [(True, True, BROKE)]),
-    ]:
-
-        async def survive(outcome: WorkerOutcome = outcome) -> WorkerOutcome:
-            return outcome
-
-        worker: Any = ClosingWorker()
-        answer_lost_scheduler(worker, survive)
-        await worker.close(reason=BROKE)
-        assert worker.closed == closed, outcome
-        stop_answering_lost_scheduler(worker)
-        assert "close" not in vars(worker), outcome
-
-
-async def test_a_worker_that_is_asked_to_close_closes_while_its_scheduler_is_away() -> None:
-    worker: Any = ClosingWorker()
-    back = asyncio.Event()
-
-    async def survive() -> WorkerOutcome:
-        await back.wait()
-        return WorkerOutcome.STAYS
-
-    answer_lost_scheduler(worker, survive)
-    waiting = asyncio.create_task(worker.close(reason=BROKE))
-    await asyncio.sleep(0)
-    await worker.close(reason="worker-heartbeat-missing")  # of the next scheduler
-    assert worker.closed == []
-    await worker.close(nanny=False, reason="signal-15")
-    assert worker.closed == [(True, False, "signal-15")]
-    back.set()
-    await waiting
-
-
-async def test_a_worker_whose_survival_fails_closes_and_its_nanny_starts_another() -> None:
-    worker: Any = ClosingWorker()
-
-    async def survive() -> WorkerOutcome:
-        raise ValueError("refused")
-
-    answer_lost_scheduler(worker, survive)
-    with pytest.raises(ValueError, match="refused"):
-        await worker.close(reason=BROKE)
-    assert worker.closed == [(True, False, BROKE)]
 
 
 async def test_a_scheduler_that_a_signal_ends_leaves_before_it_closes() -> None:

@@ -330,7 +330,7 @@ def test_a_change_with_a_time_limit_fails_while_its_constructor_runs() -> None:
     bench.step()
     error = error_of(bench, goal)
     assert isinstance(error, RequestTimeoutError)
-    assert "did not get to 1 running replica within 5 s. Pass a larger timeout_s, or none" in str(error)
+    assert "did not reach 1 running replica within 5 s. Pass a larger timeout_s, or omit it" in str(error)
 
 
 def test_a_change_without_capacity_is_rolled_back() -> None:

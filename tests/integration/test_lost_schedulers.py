@@ -25,8 +25,8 @@ GRACE_S = 0.5
 SHORT_GRACE = f"import dask; dask.config.set({{'daskserve.scheduler.grace-s': {GRACE_S}}})"
 
 
-def start_scheduler(port: int, folder: Path) -> Program:
-    arguments = ["--no-dashboard", "--host", "127.0.0.1", "--port", str(port)]
+def start_scheduler(port: int, folder: Path, *extra: str) -> Program:
+    arguments = ["--no-dashboard", "--host", "127.0.0.1", "--port", str(port), *extra]
     return Program(dask_command("scheduler", *arguments), folder, keeps_stdin=True)
 
 
@@ -136,6 +136,63 @@ def test_an_instance_whose_store_is_away_at_the_schedulers_return_serves_on(tmp_
                     scheduler.kill()
                     raise
             assert load.failures == []
+        scheduler.kill()
+
+
+#: A preload of a scheduler, which retires a worker as soon as that registers.
+RETIRES = """
+from pathlib import Path
+from distributed import SchedulerPlugin
+
+
+class Retiring(SchedulerPlugin):
+    async def add_worker(self, scheduler, worker):
+        if worker == {worker!r}:
+            scheduler.loop.add_callback(self.retire, scheduler, worker)
+
+    async def retire(self, scheduler, worker):
+        await scheduler.retire_workers([worker], close_workers=True)
+        Path({note!r}).touch()
+
+
+def dask_setup(scheduler):
+    scheduler.add_plugin(Retiring())
+"""
+
+
+@pytest.mark.nightly
+def test_a_scheduler_that_does_not_know_the_instance_yet_retires_a_worker_whose_requests_complete(
+    tmp_path: Path,
+) -> None:
+    begun, released, retired = (tmp_path / name for name in ("begun", "released", "retired"))
+
+    def held(request: Any) -> Iterator[str]:
+        yield "first,"
+        begun.touch()
+        poll_for(released.exists)
+        yield "last"
+
+    with cluster(tmp_path, 3) as (port, scheduler, _), Client(f"tcp://127.0.0.1:{port}") as dask:
+        dask.wait_for_workers(3, timeout=30)
+        with serve.start(dask_client=dask, http_options={"port": 0}) as client:
+            actors = {actor.kind: actor.worker for actor in client.status().actors}
+            (worker,) = set(dask.scheduler_info(n_workers=-1)["workers"]) - {*actors.values()}
+            client.run(serve.deployment(name="held", actor_options={"workers": [worker]})(held).bind())
+            stream = Fetching(client.http_urls()[0])
+            poll_for(begun.exists)
+            end(scheduler, signal.SIGKILL)
+            preload = tmp_path / "preload.py"
+            preload.write_text(RETIRES.format(worker=worker, note=str(retired)))
+            scheduler = start_scheduler(port, tmp_path, "--preload", str(preload))
+            try:
+                poll_for(retired.exists)
+                # The instance is back, and the new scheduler would have the worker's connections closed.
+                poll_for(lambda: not [each for each in client.status().actors if each.worker == worker])
+                released.touch()
+                assert stream.wait().text == "first,last"
+            except BaseException:
+                scheduler.kill()
+                raise
         scheduler.kill()
 
 

@@ -61,11 +61,11 @@ def test_the_classic_spelling_and_a_nested_policy_are_accepted() -> None:
         ({"multiple_of": 0}, "multiple_of"),
         (
             {"multiple_of": 4, "max_replicas": 3},
-            "no multiple_of=4 lies between .* make max_replicas 4 or more",
+            "no multiple of multiple_of=4 lies between .* make max_replicas 4 or more",
         ),
         (
             {"multiple_of": 4, "min_replicas": 5, "max_replicas": 7},
-            "no multiple_of=4 lies between min_replicas=5 and max_replicas=7; make max_replicas 8 or more",
+            "multiple_of=4 lies between min_replicas=5 and max_replicas=7; make max_replicas 8 or more",
         ),
         ({"nonsense": 1}, "nonsense"),
     ],

@@ -22,7 +22,7 @@ PAIRS = {"gang_size": 2}
             {"autoscaling_config": {"min_replicas": 2, "max_replicas": 8, "multiple_of": 3}},
             "multiple_of=3, which must be a multiple of gang_size=2; set multiple_of=2",
         ),
-        ({"autoscaling_config": {"max_replicas": 1}}, "no multiple_of=2 lies between"),
+        ({"autoscaling_config": {"max_replicas": 1}}, "no multiple of multiple_of=2 lies between"),
     ],
 )
 def test_the_number_of_replicas_is_one_of_whole_gangs(options: dict[str, Any], message: str) -> None:

@@ -52,15 +52,15 @@ class Model:
         ({"placement_group_fallback_strategy": [{}]}, "no labels; list all suitable workers"),
         (
             {"placement_group_bundles": [{"GPU": 1}]},
-            r"bundles\[0\] is {'GPU': 1.0}, and the replica, which runs in it, needs 0.1 of 'CPU'",
+            r"bundles\[0\] is {'GPU': 1.0}, but the replica runs in it and its actor_options need 0\.1 of",
         ),
         (
             {"placement_group_bundles": BUNDLES, "actor_options": {"num_cpus": 2}},
-            "needs 2 of 'CPU' by its actor_options; add it to the first bundle",
+            "need 2 of 'CPU'; increase the first bundle",
         ),
         (
             {"placement_group_bundles": BUNDLES, "ray_actor_options": {"resources": {"license": 1}}},
-            "needs 1 of 'license'",
+            "need 1 of 'license'",
         ),
         (
             {"ray_actor_options": {"placement_group_bundles": BUNDLES}},
@@ -83,7 +83,7 @@ def test_a_bundle_that_covers_the_replica_is_allowed_and_later_changes_are_check
     )(Model)
     assert made.config.placement_group_bundles == BUNDLES
     assert made.config.strategy == "SPREAD"
-    with pytest.raises(ValueError, match="needs 1 of 'GPU'"):
+    with pytest.raises(ValueError, match="need 1 of 'GPU'"):
         made.options(ray_actor_options={"num_gpus": 1})
     with pytest.raises(ValueError, match="is given without placement_group_bundles"):
         made.options(placement_group_bundles=None).bind()
@@ -92,7 +92,7 @@ def test_a_bundle_that_covers_the_replica_is_allowed_and_later_changes_are_check
 
 
 def test_the_classic_verbs_check_it_too() -> None:
-    with pytest.raises(ValueError, match=r"needs 0\.1 of 'CPU'"):
+    with pytest.raises(ValueError, match=r"need 0\.1 of 'CPU'"):
         make_spec(
             "b",
             Model,

@@ -50,13 +50,23 @@ class MemoryTransport(asyncio.Transport):
         if self._is_closing or self.is_over:
             return data[:0]
         if not self.is_paused and data:
-            self._protocol.data_received(bytes(data[:_PIECE_BYTES]))
+            self._pass_on(bytes(data[:_PIECE_BYTES]))
             return data[_PIECE_BYTES:]
         return data
 
     def send(self, data: bytes) -> None:
         """Send everything at once, even if the protocol is paused."""
-        self._protocol.data_received(data)
+        self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
+        if not isinstance(self._protocol, asyncio.BufferedProtocol):
+            self._protocol.data_received(data)
+            return
+        while data:
+            buffer = memoryview(self._protocol.get_buffer(-1))
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+            self._protocol.buffer_updated(len(part))
 
     def stop_reading(self) -> None:
         """Stop reading: all data that the protocol writes stays in its buffer."""

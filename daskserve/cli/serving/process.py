@@ -69,7 +69,7 @@ def use_log_options(
     in_file : dict
         The ``logging_config`` of the file.
     is_access_log_on : bool
-        Whether there is an access log if neither says so.
+        Whether there is an access log if neither sets this.
     """
     import dask.config
 

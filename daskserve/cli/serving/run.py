@@ -168,9 +168,9 @@ def run(
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
     module, and the port opens once the application is up. Unless they are given, --server is asyncio there,
     and with --workers, --location is EveryWorker. With --address, the workers must be able to import the
-    module. When it ends, the command deletes the application, and stops the instance if it has started it and
-    no other program uses it. Applications that it has only updated keep running. If it fails, or is
-    interrupted before the application is up, everything stays as it was.
+    module. When it ends, the command deletes the application. It stops the instance only if it has started it
+    and no other program uses it. Applications that it has only updated keep running. If the command fails or
+    is interrupted before the application is up, nothing changes.
 
     With --reload, a saved file replaces the application on the same port, without losing a request. Code that
     cannot be imported, or does not start, is reported, and the version from before keeps serving.

@@ -46,7 +46,7 @@ from daskserve.errors import UnavailableError
 def start(
     address: str | None, store: str, name: str, log_level: str | None, as_json: bool, **others: Any
 ) -> None:
-    """Start an instance that runs until `daskserve shutdown`, unless one of its name runs already.
+    """Start an instance that runs until `daskserve shutdown`, unless an instance with this name already runs.
 
     Without --address, and without scheduler-address in Dask's configuration, a local Dask cluster is started
     as well, and ends with the instance. The output has its address, for the other commands.
@@ -104,7 +104,7 @@ def report(found: DetachedInstance, *, owns_cluster: bool, as_json: bool) -> Non
 )
 @json_option
 def controller_health(at: InstanceAddress, timeout_s: float, as_json: bool) -> None:
-    """Say whether the controller answers, where it runs, and the delay of its event loop.
+    """Print whether the controller answers, where it runs, and the delay of its event loop.
 
     Exits with 1 if it does not answer, and with 3 if no instance runs. Requests are served even without a
     controller.

@@ -101,7 +101,7 @@ def served_file(name: str, timeout_s: float | None) -> Served:
 def served_path(
     target: RunTarget, environment: Mapping[str, Any], *, is_factory: bool, timeout_s: float | None
 ) -> Served:
-    """Return the target that an import path names, with an environment for its replicas if there is one."""
+    """Return the target that an import path names, with the environment for its replicas, if any."""
     if not environment:
         return Served(Source((target,), timeout_s, is_factory=is_factory))
     if is_factory:
@@ -120,7 +120,7 @@ def served_path(
 
 
 def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the environment of replicas from a command's options, with more variables."""
+    """Return the environment of replicas from a command's options, with additional variables."""
     found: dict[str, Any] = {}
     if values["runtime_env"] is not None:
         import yaml
@@ -150,7 +150,8 @@ def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -
 
 
 def _literal(value: Any) -> Any:
-    """Return a value with escaped texts, in which a configuration finds no references to variables."""
+    """Return a value whose texts are escaped, so that a configuration finds no references to variables in
+    them."""
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, Mapping):

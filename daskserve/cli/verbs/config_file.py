@@ -58,7 +58,7 @@ def build(
     """Write the configuration file of applications, as YAML or, with --json, as JSON.
 
     The file lists the options that the code of each IMPORT_PATH sets, so that you can change them. Deploying
-    the unchanged file gives the same result as deploying the code.
+    the file unchanged gives the same result as deploying the code.
     """
     if not paths and not running:
         raise click.UsageError("Give the import path of an application, such as module:app, or --running.")

@@ -67,7 +67,7 @@ class Target:
 
     @property
     def merges(self) -> bool:
-        """Whether applications that the target does not name stay; always true for an import path."""
+        """Whether applications that the target does not name are kept; always true for an import path."""
         return self.merge or not (self.target == "-" or is_config_file(self.target))
 
 
@@ -143,10 +143,10 @@ def deploy(
     """Deploy TARGET: a configuration file (YAML, JSON or TOML; - is standard input), or an import path.
 
     Shows what changes, and returns as soon as the instance has accepted it: exit code 0. If no instance runs,
-    a detached one is started, with the file's HTTP options. If an application cannot be built, nothing
-    changes: exit code 1. The workers must be able to import the applications.
+    the command starts a detached one, with the file's HTTP options. If an application cannot be built,
+    nothing changes: exit code 1. The workers must be able to import the applications.
 
-    An import path is like a file with one application, and --merge.
+    An import path is handled like a file with one application, with --merge.
     """
     wanted = target.read()
     _warn(wanted.warnings)

@@ -22,7 +22,7 @@ from daskserve.errors import NotFoundError, NotRunningError
 def scale(at: InstanceAddress, target: str, number: int, as_json: bool) -> None:
     """Set the number of replicas of a deployment, or of an application's ingress.
 
-    The number lasts until the deployment is deployed with other code or options; write it into the file to
+    The number applies until the deployment is deployed with other code or options; write it into the file to
     keep it. A deployment that is autoscaled cannot be scaled.
     """
     application, deployment = split_target(target)
@@ -41,8 +41,8 @@ def scale(at: InstanceAddress, target: str, number: int, as_json: bool) -> None:
 def restart(at: InstanceAddress, target: str, no_wait: bool, as_json: bool) -> None:
     """Replace the replicas of an application, or of one deployment, by ones of the same code.
 
-    New replicas start before old ones stop, as in an update, so that no request is lost. If they do not come
-    up, the old ones stay, and the exit code is 1.
+    New replicas start before old ones stop, as in an update, so that no request is lost. If the new replicas
+    do not start, the old ones keep running, and the exit code is 1.
     """
     application, deployment = split_target(target)
     with connected(at) as client:

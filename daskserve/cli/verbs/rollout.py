@@ -51,7 +51,7 @@ def status(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
 @rollout.command()
 @_target
 def pause(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
-    """Keep a rollout at its current step; its gates stay in force."""
+    """Keep a rollout at its current step; its gates still apply."""
     _show(at, as_json, lambda client: client.pause_rollout(**_named(target, model)))
 
 

@@ -133,7 +133,7 @@ def retry(at: InstanceAddress, queue: str, ids: tuple[str, ...], app_dir: str, a
 @click.argument("queue")
 @queue_options
 def requeue(at: InstanceAddress, queue: str, app_dir: str, as_json: bool) -> None:
-    """Queue all tasks of QUEUE again that failed for good, or could not be run."""
+    """Queue again all tasks of QUEUE that failed permanently or could not be run."""
     with _opened(at, queue, app_dir) as admin:
         ids = admin.requeue()
     _print_result(ids, as_json=as_json)

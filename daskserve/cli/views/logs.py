@@ -55,11 +55,11 @@ def logs(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Show the log records of all workers that are still in memory, in the order of their times.
+    """Show the log records of all workers that are still in memory, sorted by time.
 
     APP/DEPLOYMENT#REPLICA is a replica as `daskserve status` names it. With --json, prints one list; with
-    --follow, one object per line. Workers that do not answer, and records that were lost, are named on
-    standard error.
+    --follow, one object per line. Workers that do not answer, and lost records, are reported on standard
+    error.
     """
     # Either a replica's name as in the status and in log records, or its parts separated by slashes.
     place, _, replica = (target or "").partition("#")

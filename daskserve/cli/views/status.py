@@ -36,9 +36,9 @@ from daskserve.errors import BadRequestError, NotFoundError
 def status(at: InstanceAddress, application: str | None, watches: bool, as_json: bool) -> None:
     """Show which applications run on a cluster, and why others do not.
 
-    Exits with 1 if an application or a deployment has failed or is unhealthy. If several programs each have
-    an instance there, and there is no shared one, all are shown, with --json as a list. With --watch, --json
-    prints a line for each change.
+    Exits with 1 if an application or a deployment has failed or is unhealthy. If there is no shared instance,
+    and several programs have an instance of their own, all of them are shown, with --json as a list. With
+    --watch, --json prints a line for each change.
     """
     if watches:
         with reading(at) as client:
@@ -57,9 +57,10 @@ def status(at: InstanceAddress, application: str | None, watches: bool, as_json:
 
 
 def _statuses(at: InstanceAddress, application: str | None) -> tuple[list[Status], list[str]]:
-    """Return the status of the instance, or of all if none is named and only programs have some.
+    """Return the status of the instance, or of all instances if none is named and all of them belong to
+    programs.
 
-    With it come the names of the instances that are not shown.
+    Also return the names of the instances that are not shown.
     """
     try:
         with reading(at) as client:

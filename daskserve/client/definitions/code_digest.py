@@ -25,7 +25,7 @@ from daskserve.internals.ipython import CELL
 
 #: Length of a digest, in hexadecimal digits.
 DIGITS = 16
-#: Size of a pickle up to which its opcodes are read, at about 2 MB/s.
+#: Maximum size of a pickle whose opcodes are read, at about 2 MB/s.
 READ_BYTES = 1 << 20
 #: Whether a class may have the same id as an equal class of this process. A worker that builds an application
 #: may have loaded the same code for a replica before. The two classes are equal, and must not count as
@@ -75,7 +75,7 @@ def code_digest(
     classes
         The classes in the pickle.
     aliases
-        Strings to read as other strings.
+        Strings in the pickle, and the strings that replace them for the digest.
     """
     digest = hashlib.sha256()
     pickled = bytes(parts[0])
@@ -92,7 +92,7 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
     """Give new classes ids that depend only on their own code.
 
     Then a program has the same digest each time it runs and in each worker. The digest does not depend on
-    chance, on arguments, or on other classes in the same pickle.
+    random values, on arguments, or on other classes in the same pickle.
 
     Parameters
     ----------
@@ -118,7 +118,8 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
 def _reader(
     pickled: bytes, classes: Iterable[type], aliases: Mapping[str, str]
 ) -> Callable[[bytes], bytes] | None:
-    """Return the function that replaces the parts of strings that differ between runs; None without any."""
+    """Return the function that replaces the parts of strings that differ between runs; None if there are no
+    such parts."""
     if not aliases and not _ADDRESS.search(pickled) and not _CELL.search(pickled):
         return None
     names = {
@@ -174,7 +175,7 @@ def _instructions(pickled: bytes, read: Callable[[bytes], bytes] | None) -> list
 
 
 def names_one_of(pickled: bytes, modules: Collection[str]) -> bool:
-    """Return whether pickled code refers to one of some modules, by its name."""
+    """Return whether pickled code refers by name to one of these modules."""
     if len(pickled) > READ_BYTES:
         return True
     memo: list[Any] = []

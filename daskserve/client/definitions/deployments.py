@@ -107,8 +107,8 @@ class Deployment:
         ------
         TypeError
             The callable cannot be served, or an argument contains a deployment that is not bound.
-        ValueError
-            There are arguments, but the callable is no class; or an option lacks another one that it needs.
+        ValueError There are arguments, but the callable is not a class; or an option needs another one that
+        is not set.
         """
         inspect_definition(self.definition, args, kwargs)
         self.config.check_complete()
@@ -120,7 +120,7 @@ class Deployment:
 
 @dataclass(frozen=True, eq=False)
 class Application:
-    """A deployment with the arguments its replicas are constructed with, which may be other applications.
+    """A deployment with the arguments of its replicas' constructor, which may contain other applications.
 
     Two applications are equal only if they are the same object: each is a separate deployment. The
     attributes of an application are the methods of its class, to bind to other deployments.
@@ -150,7 +150,8 @@ class Application:
 
 @dataclass(frozen=True)
 class ApplicationMethod:
-    """A method of an application; another application gets a handle of the method in its place."""
+    """A method of an application. If it is an argument of another application, that application gets a handle
+    of the method."""
 
     application: Application
     name: str
@@ -168,7 +169,8 @@ def unbound_error(name: str, unbound: Deployment) -> TypeError:
 
 
 def found_in(arguments: tuple[Any, ...], kinds: type[Any] | tuple[type[Any], ...]) -> Any:
-    """Return an object of some types among arguments or inside containers in them; None without one."""
+    """Return an object of one of these types among arguments or inside containers in them; None if there is
+    none."""
     found: list[Any] = [arguments]
     seen: set[int] = set()
     while found:

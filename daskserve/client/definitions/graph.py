@@ -2,8 +2,9 @@
 
 Problem: other applications are among the arguments of an application, perhaps deep inside objects, and must
 arrive as handles. Choice: pickle finds and replaces them, as it reaches every object and keeps the identity
-of objects that occur twice. Code does not count: an application that a function or class refers to by a
-global variable would arrive or not, depending on whether the worker has the module, so it is an error.
+of objects that occur twice. Code is excluded. If a function or class refers to an application by a global
+variable, the application would arrive or not, depending on whether the worker has the module; so this is an
+error.
 """
 
 from __future__ import annotations

@@ -167,7 +167,8 @@ def join_config(found: Mapping[str, Any]) -> BackendConfig:
 
 
 class MisplacedObject(Exception):
-    """An object can be pickled, but not in this place; becomes a `BadRequestError` that names the place."""
+    """An object can be pickled, but not in this place; becomes a `BadRequestError` with the name of the
+    place."""
 
     def __init__(self, problem: str = "", remedy: str = "") -> None:
         super().__init__(problem, remedy)
@@ -304,7 +305,7 @@ def _packed(
             return _packed(name, (ModuleVersions(modules), *whole), substitution)
         return code, parts, code_digest(parts or (code,), classes)
     except Exception as error:
-        # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
+        # Pickling an object of a user's class may raise any error; this error adds the place and the remedy.
         *_, definition, args, kwargs = whole
         variable = variable_of(definition, _name_of(definition))
         roots = [(variable, definition), *arguments_of(args, kwargs)]

@@ -16,7 +16,7 @@ from daskserve.data.replica.user_code.class_app import ingress, is_asgi_app
 from daskserve.errors import BadRequestError
 from daskserve.payload.importing import import_definition
 
-#: A builder's parameter is of none of these kinds, and its annotation is none of these classes.
+#: A builder's parameter does not have one of these kinds, and its annotation is not one of these classes.
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _NO_ARGUMENTS = (str, bytes, bool, int, float, list, tuple, set)
 #: Flask, Django's `get_wsgi_application` and others.
@@ -156,7 +156,7 @@ def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> ty
 
 
 def _resolved(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> Any:
-    """Return the annotation of a parameter, which may be text, without looking at the other annotations.
+    """Return the annotation of a parameter, which may be a string, without evaluating the other annotations.
 
     Names are looked up in the builder's module, and then in the calling functions, because a class that is
     defined in a function can be found only there.

@@ -14,7 +14,7 @@ def unwrapped(
 ) -> tuple[Deployment, tuple[Any, ...], Mapping[str, Any]]:
     """Return a callable as a deployment, and the arguments of its constructor.
 
-    A deployment keeps its options, and its bound arguments if no others are given.
+    A deployment keeps its options. It keeps its bound arguments only if no others are given.
 
     Raises
     ------
@@ -25,7 +25,7 @@ def unwrapped(
     if isinstance(definition, Application):
         if has_arguments:
             raise BadRequestError(
-                f"{definition!r} is bound to its arguments already; pass {name!r} arguments only there."
+                f"{definition!r} already has the arguments of its bind(); pass no further ones with {name!r}."
             )
         init_args, init_kwargs = definition.args, definition.kwargs
         definition = definition.deployment

@@ -47,8 +47,8 @@ async def _run(
     ``scheduler-address`` (``DASK_SCHEDULER_ADDRESS``). If there is no instance, starts one. Without a Dask
     cluster, it also starts a local cluster of processes. All deployments of the application are one change:
     deployments start before their callers, and if one does not start, all are rolled back. Running the same
-    application again changes nothing. A changed application replaces the old one of its name: new replicas
-    start before old ones stop, and deployments that are no longer part of it end.
+    application again changes nothing. If an application of this name runs, it is replaced: new replicas start
+    before old ones stop, and deployments that are no longer part of it end.
 
     Parameters
     ----------
@@ -76,10 +76,10 @@ async def _run(
     external_scaler_enabled : bool
         Whether programs may set the number of replicas of the application's deployments; see `scale`.
     logging_config : LoggingConfig or dict, optional
-        How the deployments of the application log, unless they say so themselves.
+        How the deployments of the application log, unless they have their own logging options.
     local : bool
         Whether to run it in this process, without a cluster, HTTP or child processes: one replica of each
-        deployment, whatever its options say about replicas, resources and environments. Such an application
+        deployment, regardless of its options for replicas, resources and environments. Such an application
         starts in milliseconds. It is meant for tests. ``_local_testing_mode`` is an alias.
     _blocking : bool
         With False, return as soon as the change is accepted, as in Ray Serve; `status` shows the progress.
@@ -139,8 +139,8 @@ async def _run_many(
 
     Raises
     ------
-    TypeError, BadRequestError
-        A target is not a `RunTarget`; there are none, or two of one name or route. See `run` for the rest.
+    TypeError, BadRequestError A target is not a `RunTarget`, there are no targets, or two of them have the
+    same name or route. See `run` for the rest.
     """
     is_local = local or _local_testing_mode or settings.is_local()
     # Checked first, so that a mistake starts no instance.

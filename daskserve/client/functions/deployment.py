@@ -1,7 +1,7 @@
 """The deployments of programs: with the classic verbs ``deploy``, ``get_handle`` and ``delete``.
 
-`daskserve.client.definitions.deployments.Deployment` is the value that an application is made of; this one
-knows the instance. A client needs the first, and this one needs a client.
+`daskserve.client.definitions.deployments.Deployment` is the value that applications consist of; this class
+also knows the instance. A client needs that class, and this class needs a client.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ClassicDeployment(Deployment):
     ) -> Self:
         """Return a copy with the given options changed; see `deployment`.
 
-        Only ``prev_version`` is not copied: it is a condition for one deploy.
+        ``prev_version`` is not copied, because it is a condition for one deploy only.
         """
         given = {"definition": func_or_class, "init_args": init_args, "init_kwargs": init_kwargs}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -335,8 +335,7 @@ def deployment(
 
     Raises
     ------
-    TypeError, ValueError
-        The name or an option is wrong, or there is no such option.
+    TypeError, ValueError The name or an option is wrong or does not exist.
     """
     checked = config_of(config, options)
     resources, environment = parse_actor_options(actor_options, ray_actor_options, env)

@@ -57,9 +57,8 @@ async def _connect(
     ------
     NotRunningError
         There is no such instance.
-    BadRequestError
-        Several programs have instances of their own there, and the call names none.
-    ClusterUnreachableError
+    BadRequestError Several programs have instances of their own on the cluster, and the call does not name
+    one. ClusterUnreachableError
         No Dask scheduler answers at the address.
     """
     near = _near_instance() if dask_client is None and address is None and name is None else None
@@ -181,8 +180,7 @@ def named_instance(running: Mapping[InstanceName, Any], name: InstanceName | Non
 
     Raises
     ------
-    BadRequestError
-        There is no name, and programs have several instances of their own.
+    BadRequestError No name is given, and several programs have instances of their own.
     """
     if name is not None:
         return name if name in running else None
@@ -231,9 +229,10 @@ async def find_default(
 
 
 async def find_configured(form: Form[Any]) -> InstanceConnection | None:
-    """Return a new connection to the instance that `connect` finds by Dask's configuration; None if none.
+    """Return a new connection to the instance that `connect` finds by Dask's configuration; None if there is
+    none.
 
-    Also None for a process that is connected to a Dask cluster, because such a process uses that cluster.
+    Also None for a process that is connected to a Dask cluster: it uses that cluster.
     """
     has_address = dask.config.get("scheduler-address", None) is not None
     if not has_address or await find_connection(form, None, None) is not None:

@@ -81,7 +81,7 @@ def _called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Coroutine[Any, Any, T]:
-    """Call a body, which does not run yet; explain arguments that only Ray Serve has."""
+    """Call a body, which returns its coroutine; explain errors for arguments that only Ray Serve has."""
     try:
         return body(form, *args, **kwargs)
     except TypeError:

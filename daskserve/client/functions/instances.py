@@ -46,7 +46,7 @@ from daskserve.options.tracing import TracingConfig, checked_tracing
 
 logger = logging.getLogger("daskserve.api")
 
-#: Distinguishes an omitted argument from one that was passed its default.
+#: Distinguishes an omitted argument from one that was passed with the value of its default.
 _UNSET: Any = object()
 
 
@@ -168,9 +168,9 @@ async def start_with(
     is_default : bool
         Whether `connect` finds the instance, and `run` uses it in other programs.
     opens_with_route : bool
-        Whether the proxies start only once there is a route, so that this does not wait for them.
+        Whether the proxies start only once there is a route, so that this call does not wait for them.
     report
-        Is called with the address of the page of a cluster that this starts.
+        Called with the address of the page of a cluster that this call starts.
     """
     start = controller_start(
         options,

@@ -111,7 +111,7 @@ def loop_in_thread(
 class LocalInstance(threading.Thread):
     """The instance that ``run(..., local=True)`` uses in this process, and the thread in which it runs.
 
-    Nothing else refers to it: `running_instance` finds it among the threads of the process.
+    No other object refers to it: `running_instance` finds it among the threads of the process.
     """
 
     def __init__(self) -> None:

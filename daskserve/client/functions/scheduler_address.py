@@ -54,7 +54,7 @@ def scheduler_behind(url: str, timeout_s: float) -> str:
 
 
 def _identity(url: str, timeout_s: float) -> str | None:
-    """Return the address that a scheduler gives as its own; None if it is another kind of server."""
+    """Return the address that a scheduler reports for itself; None if the server is not a scheduler."""
     with urllib.request.urlopen(url, timeout=timeout_s) as answer:
         found = json.loads(answer.read(_READ_BYTES))
     is_scheduler = isinstance(found, dict) and found.get("type") == "Scheduler"

@@ -46,7 +46,7 @@ class TaskAdmin:
         return {"queue": self._name, **self._adapter.get_metrics_sync()}
 
     def tasks(self, states: Sequence[str], limit: int) -> list[dict[str, Any]]:
-        """Return tasks in some states; within each state, the oldest first."""
+        """Return tasks in these states; within each state, the oldest first."""
         found: list[Task] = []
         now = time_of_day()
         for state in map(TaskState, states):
@@ -82,10 +82,10 @@ class TaskAdmin:
         self._adapter.retry_task_sync(id)
 
     def requeue(self) -> list[str]:
-        """Queue again all tasks that have failed for good, or could not be run; return their ids.
+        """Queue again all tasks that failed permanently or could not be run; return their ids.
 
-        Each task is queued once. Tasks that end after the call has begun are left alone, even if they fail
-        again; so are tasks that other programs change in between.
+        Each task is queued once. Tasks that end after the call has begun are not queued again, even if they
+        fail again. The same holds for tasks that other programs change during the call.
         """
         begun, ids, seen = time_of_day(), list[str](), set[str]()
 
@@ -112,8 +112,7 @@ def opened_queue(queue: str, connect: Connect) -> Iterator[TaskAdmin]:
 
     Raises
     ------
-    BadRequestError
-        It is a queue of an adapter that is not daskserve's own.
+    BadRequestError The queue belongs to an adapter that is not daskserve's own.
     """
     config = _config_of(queue)
     if isinstance(config.adapter_config, InstanceAdapterConfig):

@@ -25,8 +25,8 @@ def instantiate_adapter_from_config(
     task_processor_config : TaskProcessorConfig
         The config of the consumer.
     client : Client, optional
-        The client of the instance that keeps the queue, for a queue of the instance. Default: the instance
-        that the code runs in; or that `run` or `connect` would use.
+        The client of the instance that keeps the queue, for a queue of the instance. Default: the instance in
+        which the code runs, or otherwise the one that `run` or `connect` would use.
 
     Raises
     ------

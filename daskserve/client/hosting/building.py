@@ -43,7 +43,7 @@ from daskserve.payload.importing import (
 )
 from daskserve.payload.used_modules import modules_named_in, used_by
 
-#: How long a build waits for another import, which may hang.
+#: Timeout of the wait for another import, which may hang.
 LOCK_S = 20.0
 #: Modules whose frames precede the user's module in a traceback.
 _ON_THE_WAY = ("daskserve.", "contextlib", "importlib", "pydantic.")
@@ -108,7 +108,7 @@ def build_configured(
 
 @contextmanager
 def _import_lock() -> Iterator[None]:
-    """Hold the lock of imports; raise `UnavailableError` if another import has it for long."""
+    """Hold the lock of imports; raise `UnavailableError` if another import holds it for too long."""
     if not ImportPath.lock.acquire(timeout=LOCK_S):
         raise UnavailableError(
             f"Another import in this process has run for {shown(LOCK_S)} s. A module must not block or "

@@ -26,8 +26,7 @@ def described_paths(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[st
 
     Raises
     ------
-    BadRequestError, TypeError
-        A path names no application, or two have one name.
+    BadRequestError, TypeError A path does not name an application, or two applications have the same name.
     ReplicaStartError
         The user's code raised.
     """

@@ -52,7 +52,8 @@ async def _start_detached(
         # The caller reports the page's address together with the others.
         started = await start_with(form, options, detached=True, report=lambda line: None, **more)
         return DetachedInstance(started, True)
-    # A connection is passed instead of the address, because it must stay open if an instance already runs.
+    # The connection is an argument instead of the address, because it must stay open if an instance already
+    # runs.
     cluster_connection = await dial_connection(form, address)
     try:
         started = await start_with(

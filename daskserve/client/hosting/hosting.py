@@ -84,7 +84,7 @@ async def _host(
     address
         The Dask scheduler to use; without one, a local cluster is started.
     report
-        Is called with a line for each thing that is started.
+        Called with a line for each part that is started.
     reread
         Returns the source again, once a file has changed.
     tracing_config
@@ -167,7 +167,7 @@ class _Hosting:
         self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._log)
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
-        """Raise `BadRequestError` for options that do not apply to an instance that already runs."""
+        """Raise `BadRequestError` for options that have no effect on an instance that already runs."""
         found = await differences(self._verbs, http_options)
         if found:
             raise BadRequestError(
@@ -191,7 +191,8 @@ class _Hosting:
             self._kept = {name: await copy_application(self._verbs, name) for name in running}
 
     async def run_first(self, built: Sequence[BuiltApplication] | None) -> None:
-        """Run the applications on an instance that this call has started; end it if nothing else uses it."""
+        """Run the applications on an instance that this call has started; end the instance if no other
+        program uses it."""
         is_left = False
         try:
             await self._deploy(await self._built() if built is None else built)
@@ -259,7 +260,7 @@ class _Hosting:
             expected[name], is_own = await self._found(name)
             if expected[name] and not is_own:
                 raise AlreadyRegisteredError(
-                    f"Another program has deployed application {name!r}; its version stays."
+                    f"Another program has deployed application {name!r}, and its version keeps running."
                 )
         self._changing.update(_requests(built).values())
         try:

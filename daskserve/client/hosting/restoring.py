@@ -19,7 +19,7 @@ from daskserve.payload.parcels import Parcel
 async def copy_application(verbs: ApplicationVerbs, name: str) -> ApplicationSpec:
     """Return a copy of an application with its code; raise `NotFoundError` if there is none.
 
-    The copy stays in this program, so the controller need not keep the code of the old version.
+    The copy is kept in this program, so the controller need not keep the code of the old version.
     """
     found = await verbs._call("stored_application", name=name)
     spec = ApplicationSpec.from_plain(found["spec"])
@@ -41,8 +41,7 @@ async def restore_application(verbs: ApplicationVerbs, copy: ApplicationSpec, re
 
     Raises
     ------
-    DeployError
-        The old version does not start any more; the newer one keeps running.
+    DeployError The old version no longer starts; the newer one keeps running.
     """
     spec = replace(
         copy,

@@ -65,7 +65,7 @@ class Source:
 
     @property
     def has_paths(self) -> bool:
-        """Whether a build imports the code, which a worker should then do."""
+        """Whether a build imports the code; if so, a worker should build it."""
         targets = [each.target for each in self.targets if isinstance(each, RunTarget)]
         is_lazy = self.is_factory and self.project is None
         return not is_lazy and all(isinstance(each, str) for each in targets)

@@ -73,7 +73,7 @@ class ControllerCalls:
         call = calls_of(cluster.call, verb, message)
 
         async def attempt(controller: ActorAddress) -> Any:
-            # Again with each attempt: a scheduler that replaces a lost one may not have the parcels.
+            # Sent again with each attempt: a scheduler that replaces a lost one may not have the parcels.
             await self.send_parcels(specs)
             return await call(controller)
 
@@ -176,7 +176,8 @@ class ControllerCalls:
                 return None
 
     async def wait_until_applied(self, snapshot: Sequence[int] | None, deadline: float | None = None) -> None:
-        """Wait until this process's routers, if it has any, have applied a change; not after a deadline."""
+        """Wait until the routers of this process, if there are any, have applied a change, or until a
+        deadline."""
         cluster = self.cluster_connection.cluster(self.instance)
         if snapshot is not None and "routers" in cluster.shared:
             wait_s = POLL_S
@@ -203,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
-    """Wait until every proxy listens; raise the error of a proxy that cannot."""
+    """Wait until every proxy listens; raise the error of a proxy that cannot listen."""
     try:
         await calls.call("wait_for_http", timeout_s=timeout_s)
     except RequestTimeoutError as error:

@@ -36,13 +36,14 @@ class InstanceConnection:
     """A connection to an instance on a Dask cluster, which several clients may share.
 
     An owned instance ends when the connection is closed or garbage collected, or when the program ends. A
-    program may ignore the result of ``serve.start(...)``: the instance then stays, and the module's functions
-    use it, unless the program has another instance.
+    program may ignore the result of ``serve.start(...)``. The instance then keeps running, and the module's
+    functions use it, unless the program has another instance.
 
     Parameters
     ----------
     is_guest
-        Whether the program only connects to the instance, which then stays when the client's block ends.
+        Whether the program only connects to the instance, so that the instance keeps running when the
+        client's block ends.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class InstanceConnection:
         self.instance = instance
         self.is_guest = is_guest
         self.is_closed = False
-        #: Whether the instance needs no call to share it: it is shared, or this program started it.
+        #: Whether no call is needed to share the instance: it is already shared, or this program started it.
         self.is_shared = instance in cluster_connection.started
         self.calls = ControllerCalls(cluster_connection, instance)
         self._ownership: _Ownership | None = None
@@ -127,7 +128,7 @@ class _Ownership:
         #: Whether a client has used the owner.
         self.is_used = False
         self._finalizer = weakref.finalize(owner, self._collected)
-        # weakref's own exit hook may run after Dask's, which closes the connection.
+        # weakref's own exit hook may run only after Dask's hook has closed the connection.
         self._finalizer.atexit = False
         atexit.register(self._end)
 
@@ -190,7 +191,7 @@ class Verbs:
         return await self._call(verb, **message, by=this_program())
 
     async def _share(self) -> None:
-        """Keep the instance when the program that started it ends, because this one deploys on it."""
+        """Keep the instance when the program that started it ends, because this program deploys on it."""
         connection = self._connection
         connection.check_open()
         if not connection.is_shared and current_replica.get() is None:

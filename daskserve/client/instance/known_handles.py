@@ -12,7 +12,7 @@ from daskserve.data.caller.calls.handle import Handle, routers_of
 from daskserve.data.caller.routing.router import Router
 from daskserve.errors import NotFoundError, RequestTimeoutError
 
-#: Minimum number of handles at which those that have become outdated are dropped.
+#: Number of handles from which outdated ones are dropped.
 SWEPT = 64
 
 
@@ -38,7 +38,8 @@ class KnownHandles:
         return handle if router.published is published else None
 
     def keep(self, handle: Handle, router: Router, facts: Mapping[str, Any]) -> None:
-        """Keep a handle made from the controller's answer, if the published state agrees with the answer."""
+        """Keep a handle made from the controller's answer, provided that the published state agrees with the
+        answer."""
         published = router.published
         if (
             published is not None
@@ -60,7 +61,7 @@ class KnownHandles:
 async def open_router(cluster: Process, endpoint: EndpointTag, *, exists: bool) -> Router:
     """Return the router of an endpoint, which knows the endpoint if it exists; runs on the connection's loop.
 
-    The router starts here and not at the first call, so that the handle sees later changes by this program.
+    The router starts here and not at the first call, so that the handle gets later changes by this program.
     """
     router = (await routers_of(cluster)).router(endpoint)
     if exists:

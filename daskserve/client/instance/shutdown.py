@@ -71,7 +71,7 @@ def abandon_instance(
 ) -> None:
     """End an instance whose owner was garbage collected, or whose program ends; callable in any thread."""
     if cluster_connection.runs_here():
-        # An owner collected by the garbage collector on the connection's own loop must not block it.
+        # If the garbage collector frees an owner on the connection's own loop, this must not block the loop.
         cluster_connection.spawn(
             end_instance(cluster_connection, instance, asynchronous=True, if_alone=if_alone)
         )

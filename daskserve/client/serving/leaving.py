@@ -46,7 +46,7 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
                 try:
                     await verbs._delete_application(name, request_id)
                 except (DeployError, RequestTimeoutError) as error:
-                    failure = error  # the others are deleted all the same
+                    failure = error  # the others are deleted anyway
             ends = await _is_left_over(verbs, is_own=is_own)
         except (ClosedError, NotRunningError):
             ends = is_own  # the instance has ended already; clean up this process

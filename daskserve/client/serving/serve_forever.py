@@ -151,8 +151,7 @@ async def _serve(
             was_open = cluster_connection.is_open
         raise ClusterUnreachableError(
             f"The connection to the Dask scheduler {cluster_connection.scheduler_address} was lost. "
-            "What other programs "
-            "started there is not affected."
+            "Applications of other programs are not affected."
         )
     finally:
         if reporting is not None and cluster_connection.is_open:
@@ -161,7 +160,7 @@ async def _serve(
 
 def print_line(cluster_connection: ClientConnection, line: str) -> None:
     """Print a line with the time of day."""
-    # A program without an output, or with a closed one, goes on serving.
+    # A program whose output is missing or closed keeps serving.
     with suppress(AttributeError, OSError, ValueError):
         sys.stdout.write(f"{datetime.fromtimestamp(cluster_connection.clock.wall()):%H:%M:%S} {line}\n")
         sys.stdout.flush()

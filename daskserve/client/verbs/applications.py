@@ -181,8 +181,8 @@ class ApplicationVerbs(HandleVerbs):
         replica = current_replica.get()
         if app_name is None and replica is None:
             raise BadRequestError(
-                f"Name the application of deployment {deployment_name!r}: only replicas belong to one. Pass "
-                "app_name=..."
+                f"The application of deployment {deployment_name!r} is missing; pass app_name=... "
+                "(only code in a replica has a default, its own application)."
             )
         name = replica.app_name if app_name is None and replica is not None else str(app_name)
         try:
@@ -193,7 +193,7 @@ class ApplicationVerbs(HandleVerbs):
             raise
 
     async def _check_handles(self, built: BuiltApplication) -> None:
-        """Raise `BadRequestError` if a deployment has a handle of one that this change removes."""
+        """Raise `BadRequestError` if a deployment has a handle of a deployment that this change removes."""
         name, kept = built.spec.name, {each.spec.tag for each in built.spec.deployments}
         suspects = [tag for tag in built.handles if split_deployment_tag(tag)[0] == name and tag not in kept]
         if not suspects:
@@ -244,8 +244,8 @@ def build(
 
     Raises
     ------
-    TypeError, BadRequestError
-        A target is no `RunTarget` or cannot be deployed; there are none, or two have one name or route.
+    TypeError, BadRequestError A target is not a `RunTarget` or cannot be deployed, there are no targets, or
+    two have the same name or route.
     """
     check_targets(targets)
     built = []
@@ -264,7 +264,8 @@ def build(
 
 
 def _changed_by(target: RunTarget) -> Callable[[str, Deployment], Deployment] | None:
-    """Return the function that applies the options of a target to its deployments; None if there are none."""
+    """Return the function that applies the options of a target to its deployments; None if the target has no
+    options."""
     logs = target.logging_config
     outer = None if logs is None else parse_options(LoggingConfig, logs, what="logging_config")
     if outer is None and not target.external_scaler_enabled:

@@ -122,8 +122,8 @@ class BackendVerbs(Verbs):
     ) -> GoalId | None:
         """Change the given options of a backend and return when its replicas use them; others do not change.
 
-        A change of ``user_config`` calls ``reconfigure`` on one replica after another; none restarts. With
-        ``blocking=False`` the call returns immediately, with the goal for `wait_for_goal`.
+        A change of ``user_config`` calls ``reconfigure`` on one replica after another; no replica restarts.
+        With ``blocking=False`` the call returns immediately, with the goal for `wait_for_goal`.
 
         Raises
         ------

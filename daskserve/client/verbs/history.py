@@ -31,7 +31,7 @@ class HistoryVerbs(Verbs):
     async def live_metrics(self, wait_s: float = 4.0) -> dict[str, Any]:
         """Return the rates, latencies and queues of the last second.
 
-        The instance measures only while a client requests live metrics. A rate needs two counts that are a
+        The instance measures only while a client requests live metrics. A rate needs two totals that are a
         second apart, so the first call takes two or three seconds; after that, call it once a second.
 
         Parameters
@@ -41,9 +41,8 @@ class HistoryVerbs(Verbs):
 
         Returns
         -------
-        dict
-            ``deployments`` by tag, ``replicas`` by id, ``calls`` from deployment to deployment and ``http``;
-            None stands for what is not known (yet).
+        dict ``deployments`` by tag, ``replicas`` by id, ``calls`` from deployment to deployment and ``http``;
+        None stands for an unknown value.
         """
         return dict(await self._call("live_metrics", wait_s=wait_s))
 
@@ -75,8 +74,7 @@ class HistoryVerbs(Verbs):
         ------
         NotFoundError
             A `KeyError`: there is no such application or revision, or none that ran before.
-        BadRequestError
-            The revision has never run, or its code is not kept any more.
+        BadRequestError The revision has never run, or its code is no longer stored.
         """
         await self._share()
         request_id = uuid.uuid4().hex
@@ -120,7 +118,7 @@ class HistoryVerbs(Verbs):
         limit: int = MAX_EVENTS,
         wait_s: float = 0.0,
     ) -> Events:
-        """Return events, and the number from which to continue; wait up to ``wait_s`` if there are none."""
+        """Return events, and the number from which to continue; if there are none, wait up to ``wait_s``."""
         message = {"after": after, "application": name, "limit": limit, "since_s": since_s, "wait_s": wait_s}
         return Events.of(await self._call("events", **message))
 

@@ -61,9 +61,7 @@ class ModelVerbs(Verbs):
 
         Raises
         ------
-        NotFoundError
-            The folder has no such version, or it was unloaded meanwhile.
-        DeployError
+        NotFoundError The folder does not have this version, or it was unloaded during the call. DeployError
             A replica could not load it; the message says why.
         RequestTimeoutError
             A `TimeoutError`: it took longer than ``timeout_s``.
@@ -95,8 +93,8 @@ class ModelVerbs(Verbs):
                 raise RequestTimeoutError(late)
 
     async def unload_model(self, deployment: str, model: str, version: str | None = None) -> None:
-        """Unload a version of a model, or all, from all replicas; return before the replicas have unloaded
-        it.
+        """Unload one or all versions of a model from all replicas; return before the replicas have unloaded
+        them.
 
         If this was the default version, the newest loaded version becomes the default.
 

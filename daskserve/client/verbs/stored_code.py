@@ -38,9 +38,8 @@ class StoredCode:
         ------
         BadRequestError
             It cannot be unpickled here.
-        NotFoundError
-            The store has lost the code; or the code is large, and the instance, which alone had it, has lost
-            it.
+        NotFoundError The store has lost the code; or the code is large, and the instance that held the only
+        copy has lost it.
         """
         if not self.code:
             raise NotFoundError(
@@ -55,8 +54,9 @@ class StoredCode:
             # A foreign object may raise anything when it is unpickled.
             raise BadRequestError(
                 f"The code of deployment '{self.deployment}' cannot be unpickled in this process: "
-                f"{type(error).__name__}: {error}. Install or import here what it needs, or replace it with "
-                ".options(func_or_class=..., init_args=..., init_kwargs=...), and env=... if it has one."
+                f"{type(error).__name__}: {error}. Install or import what it needs in this process, or "
+                "replace it with .options(func_or_class=..., init_args=..., init_kwargs=...), and env=... if "
+                "it has one."
             ) from error
         files = next((each for each in before if isinstance(each, PackedFolder)), None)
         values = (definition, tuple(args), dict(kwargs), files)
@@ -75,6 +75,6 @@ class StoredCode:
             return await run_on(cluster_connection, fetching, asynchronous=asynchronous)
         except (KeyError, CodeLoadError, InstanceError) as error:
             raise NotFoundError(
-                f"The code of deployment '{self.deployment}' is no longer stored: the deployment was deleted "
-                "or changed meanwhile. Call serve.get_deployment() again."
+                f"The code of deployment '{self.deployment}' is no longer stored: the deployment has "
+                "been deleted or changed. Call serve.get_deployment() again."
             ) from error

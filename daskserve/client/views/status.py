@@ -17,7 +17,7 @@ from daskserve.errors import NotFoundError
 from daskserve.internals.ipython import with_cell_lines
 from daskserve.payload.shown_errors import shortened
 
-#: Number of dead replicas of each backend that are shown; the attribute has more.
+#: Maximum number of dead replicas shown for each backend; the attribute has all of them.
 SHOWN_DEAD = 3
 #: The states of applications and deployments that do not serve as they should.
 FAILED_STATES = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
@@ -200,8 +200,8 @@ class Status(FromPlain):
         Stored records that could not be read, each with the reason; the key ``store`` has a problem of the
         whole store.
     links : dict
-        Where the instance can be looked at in a browser: its ``page``, its ``panels``, and ``Dask``'s
-        dashboard; empty if the scheduler has no HTTP server.
+        The addresses of pages about the instance: its ``page``, its ``panels``, and ``Dask``'s dashboard;
+        empty if the scheduler has no HTTP server.
     """
 
     instance: str = ""

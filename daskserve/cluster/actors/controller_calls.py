@@ -66,8 +66,9 @@ async def call_controller(
     patience_s : float
         Time after the first attempt during which a call is retried.
     resumed_at : callable
-        Returns when a scheduler last replaced a lost one, from which time ``patience_s`` counts again: its
-        controllers need a moment, and an attempt waits for the scheduler however long it is away.
+        Returns the time at which a scheduler last replaced a lost one. From then on, ``patience_s`` counts
+        again, because its controllers need a moment. An attempt waits for the scheduler, regardless of how
+        long it is away.
 
     Raises
     ------

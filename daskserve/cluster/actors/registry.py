@@ -60,7 +60,7 @@ from daskserve.telemetry.logs.ring import Query
 
 logger = logging.getLogger("daskserve.host")
 
-#: Share of the drain's time limit after which replicas stop, even if proxies still have requests.
+#: Share of the drain's time limit after which replicas stop, even if proxies still have requests in flight.
 PROXY_SHARE = 0.5
 #: The actor name that addresses a worker's registry itself.
 HOST_ACTOR = "host"
@@ -118,7 +118,8 @@ class Entry:
         return {"is_healthy": True, "detail": "", **facts}
 
     def work(self, now: float) -> tuple[str, float] | None:
-        """Return the current step of a starting or stopping actor, and its seconds; None in other states."""
+        """Return the current step of a starting or stopping actor, and how long it has lasted in seconds;
+        None in other states."""
         if self.stops_since is not None:
             return "draining", now - self.stops_since
         if self.starting.done():
@@ -220,7 +221,7 @@ class ActorRegistry:
     async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
         if self._is_ending:
-            # Without a scheduler, a controller does not know that the worker is ending, and would start new
+            # Without a scheduler, a controller is not notified that the worker is ending, and would start new
             # actors here.
             raise UnavailableError(f"Worker {self.worker} is shutting down and starts no more actors.")
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})

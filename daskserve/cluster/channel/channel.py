@@ -153,7 +153,7 @@ class Channel:
         if kind == OPEN:
             self._accept_stream(number, *frame[2:])
             return
-        # The two sides use different numbers, so a stream is in at most one of these; if it is in none, it
+        # The two sides use different numbers, so a stream is in at most one of these. If it is in neither, it
         # has ended.
         stream = self._opened.get(number) or self._accepted.get(number)
         if stream is None:

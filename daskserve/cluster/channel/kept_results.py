@@ -2,10 +2,10 @@
 
 Problem: a caller often passes a result on without reading it, and a large one should not travel through the
 caller's process. Choice: the answering end of a channel offers an answer of
-`daskserve.common.types.KEPT_BYTES` or more. If the caller waits to read the answer, the other end requests it
-at once, which costs a round trip of small frames. If not, the answer stays. The caller may read it later or
-pass it to other processes, which fetch it by its token. It is dropped when the caller closes its stream, or
-when the connection ends.
+`daskserve.common.types.KEPT_BYTES` or more. If the caller waits for the answer, the other end requests it at
+once, which costs a round trip of small frames. If not, the answer stays. The caller may read it later or pass
+it to other processes, which fetch it by its token. It is dropped when the caller closes its stream, or when
+the connection ends.
 """
 
 from __future__ import annotations

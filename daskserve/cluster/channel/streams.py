@@ -91,7 +91,7 @@ class Window:
         self._room: asyncio.Event | None = None  # created on demand: few streams fill their window
 
     def take(self, size_bytes: int) -> bool:
-        """Subtract sent bytes from the credit; return whether any is left."""
+        """Subtract sent bytes from the credit; return whether any credit is left."""
         self._left_bytes -= size_bytes
         return self._left_bytes > 0
 
@@ -165,7 +165,8 @@ class OpenedStream:
         return self._window or Window(0)
 
     def start(self, on_answer: OnAnswer) -> Callable[[], None]:
-        """Send the request; the callback gets its one answer, and an `ActorLostError` if the connection ends.
+        """Send the request; call the callback once, with the answer, or with an `ActorLostError` if the
+        connection ends.
 
         This is for requests without a deadline or a body, and costs half of what `respond` costs.
 
@@ -300,7 +301,7 @@ class OpenedStream:
 class AcceptedStream:
     """A stream that the other side opened, as its handler sees it.
 
-    Most handlers answer at once. The start of the response, its body and the end then share one frame.
+    Most handlers answer at once. The start of the response, its body and the end can then share one frame.
     """
 
     __slots__ = (

@@ -100,8 +100,8 @@ async def _ask_of_instance(client: Client, verb: str, *, instance: InstanceName,
     Raises
     ------
     UnavailableError
-        The scheduler was lost, or another one does not know the instance, or not yet. So the caller looks for
-        the controller again, which shows whether the instance has ended.
+        The scheduler was lost, or its successor does not know the instance, perhaps only for a moment. So the
+        caller looks for the controller again, which shows whether the instance has ended.
     """
     try:
         return await ask_supervisor(client, verb, instance=instance, **message)
@@ -114,7 +114,8 @@ async def _ask_of_instance(client: Client, verb: str, *, instance: InstanceName,
 
 
 def _lost_scheduler(client: Client, error: OSError) -> Exception:
-    """Return the error of a call during which the scheduler was lost; the same one if it will not return."""
+    """Return the error of a call during which the scheduler was lost; the same error if the scheduler will
+    not return."""
     if isinstance(error, ServeError) or client.status not in ("running", "connecting"):
         return error
     return UnavailableError(f"The scheduler was lost during a call: {error}")
@@ -298,8 +299,8 @@ class DaskCluster(ProcessView):
                 if self.resumed_at is None or self.clock.now() > self.resumed_at + RECONNECT_S:
                     raise
                 raise UnavailableError(
-                    f"Instance {self.instance!r} is coming back: its scheduler was replaced, and does not "
-                    "know it yet."
+                    f"Instance {self.instance!r} is reconnecting: its scheduler was replaced, and the new "
+                    "one does not know it yet."
                 ) from error
             except OSError as error:
                 raise _lost_scheduler(self._client, error) from error

@@ -1,9 +1,9 @@
 """The connection: one process's connection to a Dask cluster, shared by all instances it uses.
 
-A connection runs on one event loop, that of its Dask client. User code calls it from other threads through
-`DaskConnection.sync`, and from any event loop through `DaskConnection.wait`. In a worker, the Host owns the
-connection. In a user program, the connection is an attribute of its `distributed.Client`, so that it ends
-with the client.
+A connection runs on one event loop, which is the loop of its Dask client. User code calls it from other
+threads through `DaskConnection.sync`, and from any event loop through `DaskConnection.wait`. In a worker, the
+Host owns the connection. In a user program, the connection is an attribute of its `distributed.Client`, so
+that it ends with the client.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ T = TypeVar("T")
 logger = logging.getLogger("daskserve.connection")
 
 _ATTRIBUTE = "_daskserve_connection"
-#: How long closing the channels, or the Dask client, may take: a program that ends waits for it.
+#: Time limit for closing the channels, or the Dask client; a program that ends waits for it.
 CLOSE_S = 10.0
 #: Added to the timeout, so that Dask's own, more specific error is raised first if nothing listens.
 CONNECT_MARGIN_S = 0.2
@@ -184,7 +184,7 @@ class DaskConnection:
         """Return this process's view of an instance, created on first use and again once it has ended."""
         known = self._clusters.get(instance)
         if known is not None and known.is_ended:
-            # Another instance of that name may run by now. The old view, which handles may hold, must
+            # Another instance of that name may run now. The old view, which handles may hold, must
             # unsubscribe from the topic before the new one subscribes.
             self.loop.call_soon_threadsafe(self.spawn, known.close())
         if known is None or known.is_ended:
@@ -363,7 +363,8 @@ class DaskConnection:
             self.default_instance = None
 
     async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
-        """Close the connection; also its Dask client if daskserve created it and nothing else needs it."""
+        """Close the connection. Close its Dask client too if daskserve created it and nothing else needs
+        it."""
         self.started.forget(instance)
         if self.owns_client and self.is_open and not self.started:
             await self._close_client(asynchronous=asynchronous)

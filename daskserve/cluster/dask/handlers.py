@@ -1,9 +1,9 @@
 """Functions that a Dask server calls for other processes, for as long as daskserve runs on it.
 
-Problem: Dask keeps every function that was ever a handler, in a cache of signatures. A method would keep
-its object, and so all that a Host or a supervisor has ever held, for as long as the server runs. Choice: Dask
-gets an object that refers to the function until it is removed. All objects of one operation are equal, so the
-cache keeps one of them.
+Problem: Dask keeps every function that was ever a handler, in a cache of signatures. A method would keep its
+object, and so everything that a Host or a supervisor has ever held, for as long as the server runs. Choice:
+Dask gets an object that refers to the function until it is removed. All objects of one operation are equal,
+so the cache keeps one of them.
 """
 
 from __future__ import annotations

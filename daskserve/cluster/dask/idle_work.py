@@ -4,8 +4,8 @@ Dask's profiler, its check of blocked event loops, and its monitors of memory an
 process about a hundred times a second. A worker that serves 500 requests per second spends a tenth of its
 time on that. On the clusters that daskserve starts, they run less often, unless you have configured them.
 
-Dask also has the C library give memory back early. Then each buffer of 128 KiB or more is mapped, filled with
-zeros and unmapped each time, and a request with a body of 10 MB takes twice the CPU time.
+Dask also makes the C library return memory to the system early. Then each buffer of 128 KiB or more is
+mapped, filled with zeros and unmapped each time, and a request with a body of 10 MB takes twice the CPU time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def without_nanny_defaults(variables: Mapping[str, str], config: Mapping[str, An
     """Return the environment variables without Dask's defaults that ``config`` leaves out.
 
     Dask's nannies set their default variables in the program that starts them, and its later child processes
-    would inherit them. A variable with another value comes from the user, and stays.
+    would inherit them. If the variable has another value, the user has set it, and it is kept.
     """
     defaults = dask.config.get(_PRE_SPAWN, config=dask.config.merge(*dask.config.defaults))
     left_out = {

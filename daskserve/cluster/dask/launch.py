@@ -108,7 +108,7 @@ async def start_local_cluster_async(
 
 
 def _start_whole(start: Callable[[threading.Event], T], undo: Callable[[T], None]) -> T:
-    """Start something in a thread, where Ctrl-C cannot interrupt it halfway; on Ctrl-C, undo all of it.
+    """Start something in a thread, where Ctrl-C cannot interrupt it halfway. On Ctrl-C, undo the whole start.
 
     ``start`` gets an event that is set when it should give up and clean up.
     """

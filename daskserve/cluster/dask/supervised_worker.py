@@ -6,7 +6,7 @@ run in the program's own process, on the event loop of the cluster's scheduler, 
 subprocesses. All features of nannies then work: ``client.restart()``, retirement, nanny plugins, and the
 restart of a worker that does not answer.
 
-A worker that dies again and again is restarted at increasing intervals; see `RestartPace`.
+A worker that dies repeatedly is restarted at increasing intervals; see `RestartPace`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class SubprocessNanny(Nanny):
             )
         self._pace = RestartPace()
         self._restarts = TaskSet(logger)
-        #: The exit status of the last worker that has ended; None if none has.
+        #: The exit status of the last worker that has ended; None if no worker has ended.
         self.last_exit: int | None = None
 
     async def instantiate(self) -> Status:
@@ -208,7 +208,8 @@ class SubprocessNanny(Nanny):
 
     @property
     def _keeps(self) -> bool:
-        """Whether a worker that has ended is replaced, which it is not while this nanny starts or closes."""
+        """Whether a worker that has ended is replaced. It is not replaced while this nanny starts or
+        closes."""
         return self.status is Status.running
 
     def _note_exit(self, status: int, lived_s: float) -> None:

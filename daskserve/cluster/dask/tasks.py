@@ -2,9 +2,9 @@
 
 Problem: a task that waits for an answer holds one of the worker's threads, or one of the event loop's slots
 for tasks. If the called code submits Dask tasks itself, this is a deadlock once all slots are taken. Choice:
-a task that waits secedes, as Dask calls it. Of the tasks with large inputs, only as many secede as keep the
-replicas busy, because each one that secedes lets another task load its input. One more secedes when a more
-urgent task waits for a thread, or when no task has returned for a long time.
+a task that waits secedes, as Dask calls it. Of the tasks with large inputs, only as many secede as needed to
+keep the replicas busy, because each task that secedes lets another task load its input. One more task secedes
+when a more urgent task waits for a thread, or when no task has returned for a long time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TaskWatch(WorkerPlugin):
         self.extra = 0
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Forget a task that has ended, and call back if it was released while it ran."""
+        """Forget a task that has ended; call its callback if it was released while it ran."""
         if finish in ("executing", "long-running"):
             return
         callbacks = self.callbacks.pop(key, ())
@@ -124,7 +124,7 @@ class DaskTask:
         self._thread = threading.get_ident()
 
     def secede(self, limit: int | None = None) -> bool:
-        """Secede, so that another task can run; see `CurrentTask.secede`."""
+        """Secede so that another task can run; see `CurrentTask.secede`."""
         if limit is not None and not self._may_leave(limit):
             return False
         self._watch.away[self._key] = self._since
@@ -152,7 +152,7 @@ class DaskTask:
         if stopwatch() - max(watch.last_back, self._since) < stall_s:
             return False
         watch.last_back = stopwatch()  # resets the stall time, so that tasks secede one at a time
-        if is_blocking:  # similar tasks replace those that secede, so more than one must
+        if is_blocking:  # similar tasks replace the ones that secede, so several must secede
             watch.extra = 2 * watch.extra + 1
         return True
 
@@ -182,7 +182,7 @@ class DaskTask:
                 rejoin()
 
     def on_release(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back if Dask releases the task; see `CurrentTask.on_release`."""
+        """Call a function if Dask releases the task; see `CurrentTask.on_release`."""
 
         def released() -> None:
             self.is_released = True

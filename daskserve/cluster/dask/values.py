@@ -103,7 +103,7 @@ class DaskValues:
             loop = future.client.loop.asyncio_loop
             error = await on_loop(loop, _wait(future, self._scheduler))
             if error is not None:
-                # The error belongs to the future; its traceback must not keep the future.
+                # The error is kept with the future, so its traceback must not keep the future.
                 del future
                 self._futures.clear()
                 try:
@@ -129,7 +129,7 @@ class DaskValues:
 
 
 async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
-    """Return None when a future has a value, or its error; runs on the loop of its client."""
+    """Return None when a future has a value, otherwise its error; runs on the loop of its client."""
     client = await future.client
     found = scheduler_address(client)
     if found != scheduler:
@@ -274,7 +274,7 @@ async def _fetch_from_others(
                 raise KeyError(name)
     except KeyError as error:  # the scheduler also raises this for values whose size it does not know
         raise UnavailableError(
-            f"The Dask value {error.args[0]!r} was released, or lost for good, before a replica fetched it."
+            f"The Dask value {error.args[0]!r} was released or lost before a replica fetched it."
         ) from None
     futures: list[Future[Any]] = [Future(name, client=client) for name in names]
     desire_keys(client, names)
@@ -283,7 +283,7 @@ async def _fetch_from_others(
         return found | await _gathered(client, [future for future in futures if future.key not in found])
     except CancelledError as error:  # the future was cancelled
         raise UnavailableError(
-            f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
+            f"A Dask value was released or lost before a replica fetched it: {error}"
         ) from None
 
 

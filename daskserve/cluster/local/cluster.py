@@ -1,10 +1,11 @@
 """A cluster in one process and on one event loop, for tests, simulations and experiments.
 
-`LocalCluster` has simulated workers and does for one instance what the supervisor does on a real Dask
-cluster. It holds the store and the topic, starts the controller, and starts a new one with a newer epoch when
-the controller's worker is lost. Every simulated worker is a `LocalProcess`: a view of the cluster with a
-separate listener, routers and actors. It implements the `daskserve.cluster.protocols.base.Cluster` protocol,
-like `daskserve.cluster.dask.cluster`, so the layers above work with both.
+`LocalCluster` has simulated workers, and does for one instance what the supervisor does for all instances on
+a real Dask cluster. It holds the store and the topic, starts the controller, and starts a new one with a
+newer epoch when the controller's worker is lost. Every simulated worker is a `LocalProcess`: a view of the
+cluster with a separate listener, routers and actors. It implements the
+`daskserve.cluster.protocols.base.Cluster` protocol, like `daskserve.cluster.dask.cluster`, so the layers
+above work with both.
 
 Requests between processes use real channels over a transport in memory. Requests within a process take the
 same path as in a real worker. The topic can lose, delay and reorder messages. Time is the loop's time, so
@@ -24,7 +25,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from daskserve.cluster.actors.draining import drain
+from daskserve.cluster.actors.instance_drain import drain
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.local.network import LocalNetwork

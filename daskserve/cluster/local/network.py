@@ -48,7 +48,7 @@ class LocalNetwork:
         self.tasks = InstanceTaskQueues("memory://", "local")
 
     def cut(self, one: WorkerAddress, other: WorkerAddress) -> None:
-        """Cut two workers off from each other, as if both had noticed by now.
+        """Cut off two workers from each other, as if both had already noticed it.
 
         They still reach the scheduler, and through it each other.
         """

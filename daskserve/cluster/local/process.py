@@ -112,7 +112,7 @@ class LocalProcess(ProcessView):
         return dict(self._world.refused)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        # Copied even within a process, so that values that a channel cannot carry raise an error here.
+        # Copied even within a process, so that values that a channel cannot carry also raise an error here.
         return plain_copy(await super().call(address, verb, **plain_copy(message)))
 
     def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
@@ -173,7 +173,8 @@ class LocalProcess(ProcessView):
 
 
 class _LocalRequest:
-    """A request sent by a simulated process; it neither starts nor completes while that is suspended."""
+    """A request sent by a simulated process. While the process is suspended, the request neither starts nor
+    completes."""
 
     def __init__(self, state: RunState, make: Callable[[], ActorRequest]) -> None:
         self._state = state

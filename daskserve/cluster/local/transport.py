@@ -19,7 +19,7 @@ from daskserve.cluster.channel.wire.transport import Outbox, Receiver, Refuser, 
 
 logger = logging.getLogger("daskserve.local")
 
-#: Calls a function with a value: immediately if its process runs, on resumption if it is suspended.
+#: Calls a function with a value: immediately if its process runs; if it is suspended, when it resumes.
 WhenAwake: TypeAlias = Callable[[Callable[[Any], None], Any], None]
 
 

@@ -27,7 +27,7 @@ class LocalValues:
         self.keys = await asyncio.to_thread(lambda: dump_bytes([_compute(value) for value in self._values]))
 
     async def places(self) -> None:
-        """Return None, because there is only one process."""
+        """Return None, because all values are in one process."""
 
 
 class LocalTransfer(TakenValues):

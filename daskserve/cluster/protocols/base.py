@@ -1,7 +1,7 @@
 """The protocols through which the layers above use a cluster.
 
 `daskserve.cluster.dask.cluster` implements them on a real Dask cluster, `daskserve.cluster.local.cluster` in
-one process and one event loop. The layers above work with both and cannot tell them apart.
+one process and one event loop. The layers above work with both and see no difference.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ActorSpec:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the controller that created the actor, or that the actor itself is."""
+        """The epoch of the controller that created the actor; if the actor is a controller, its own epoch."""
         return self.incarnation if self.kind is ActorKind.CONTROLLER else self.incarnation >> EPOCH_BITS
 
 
@@ -83,7 +83,7 @@ class ContextWith(Generic[ViewT_co]):
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
-    #: Where calls from user threads arrive on this loop; None means no fixed inbox.
+    #: How calls from user threads reach this loop; None means no fixed inbox.
     inbox: CallInbox | None = None
     #: Starts the first thread of user code; in a child process, that is its main thread.
     start_thread: StartThread = start_daemon
@@ -176,7 +176,7 @@ class ReportsStart(Protocol):
     """An actor whose start has stages, such as a replica."""
 
     def stage(self) -> tuple[str, float]:
-        """Return the current stage of its start, such as "loading its code", and when that began."""
+        """Return the current stage of its start, such as "loading its code", and when that stage began."""
 
 
 @runtime_checkable
@@ -217,7 +217,7 @@ class Cluster(Protocol):
     """One process's view of the cluster, for one instance."""
 
     instance: InstanceName
-    #: When a scheduler replaced a lost one, by the clock; None if none did.
+    #: The time at which a scheduler replaced a lost one, by the clock; None if this has not happened.
     resumed_at: float | None
 
     @property
@@ -276,7 +276,7 @@ class Cluster(Protocol):
         """
 
     async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
-        """Request the restart of a worker that does not answer; return before it restarts."""
+        """Request the restart of a worker that does not answer; return before the worker restarts."""
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
         """Send the content of a parcel to the scheduler's process, before a change that refers to it."""
@@ -352,7 +352,7 @@ class Process(Cluster, Protocol):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Objects that the layers above keep once per process and instance, by name."""
+        """Objects that the layers above create once per process and instance, by name."""
 
 
 #: The argument of an actor's factory.
@@ -361,7 +361,8 @@ ActorFactory: TypeAlias = Callable[[ActorContext], HostedActor]
 
 
 class RemoteValues(Protocol):
-    """The values that were taken out of the arguments of one call; keep this until the call is answered."""
+    """The values that were taken out of the arguments of one call; keep this object until the call is
+    answered."""
 
     #: The arguments without the values.
     payload: Payload

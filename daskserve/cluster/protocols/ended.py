@@ -6,7 +6,8 @@ from daskserve.errors import ClosedError, ClusterUnreachableError
 
 
 def ended_error() -> ClosedError:
-    """Return the error of a call on an instance that this program has shut down, with its connection."""
+    """Return the error for a call on an instance that this program has shut down, including its
+    connection."""
     return ClosedError(
         "This program has shut down the instance that the call is for. Deploy again, with serve.run(...), "
         "and use the handle that it returns."
@@ -14,8 +15,8 @@ def ended_error() -> ClosedError:
 
 
 def forked_error(hint: str) -> ClusterUnreachableError:
-    """Return the error of a call on the connection of the process that this one was forked from."""
+    """Return the error for a call on a connection of the process from which this one was forked."""
     return ClusterUnreachableError(
-        "This process was forked, and has no connection of its own: the one that it has inherited works "
-        f"only in the process that made it. {hint}"
+        "This process was forked, and the connection that it has inherited works only in its parent process. "
+        f"{hint}"
     )

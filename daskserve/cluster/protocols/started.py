@@ -1,4 +1,4 @@
-"""The instances that a program has started, and which of them end with it."""
+"""The instances that a program has started, and which of them end with the program."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class StartedInstances:
         self._are_owned.pop(instance, None)
 
     def take_cluster(self) -> Any:
-        """Return the cluster to close once the last instance has ended; None earlier, or if there is none."""
+        """Return the cluster to close once the last instance has ended; None before that, or if there is no
+        cluster."""
         cluster = None
         if not self._are_owned:
             cluster, self.cluster = self.cluster, None

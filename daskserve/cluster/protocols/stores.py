@@ -45,7 +45,7 @@ class OwnershipEvent(enum.Enum):
     RELEASE = enum.auto()
 
 
-#: All transitions; any other event leaves the ownership as it is.
+#: All transitions; any other event does not change the ownership.
 TRANSITIONS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
     (StoreOwnership.TRIAL, OwnershipEvent.CLAIM): StoreOwnership.CLAIMED,
     (StoreOwnership.TRIAL, OwnershipEvent.OVERTAKEN): StoreOwnership.REFUSED,
@@ -115,7 +115,7 @@ class Store(Protocol):
     def problems(self) -> Mapping[str, str]:
         """Return the records that could not be read, each with the reason and where it is kept.
 
-        The problem ``store`` says that the store is lost, or that another cluster has taken it over.
+        The problem ``store`` means that the store is lost, or that another cluster has taken it over.
         """
 
     @property
@@ -130,7 +130,8 @@ class Store(Protocol):
     ) -> Mapping[str, bytes | None] | None:
         """Take ownership of the records, now that the instance serves, and write the changes from the trial.
 
-        Returns the previous owner's changes since the trial began, by key; None if too early. Idempotent.
+        Returns the previous owner's changes since the trial began, by key; None if it is too early to take
+        ownership. Idempotent.
 
         Parameters
         ----------
@@ -152,7 +153,8 @@ class InstanceStore(Store, Protocol):
     async def open(self) -> None:
         """Open the store; must be called first. Idempotent.
 
-        Raises a `ServeError` that names the location and the remedy; it is retryable if the cause may pass.
+        Raises a `ServeError` that names the location and the remedy; it is retryable if the cause may be
+        temporary.
         """
 
     async def close(self) -> None:
@@ -165,7 +167,7 @@ class InstanceStore(Store, Protocol):
         """Return the epoch of the next controller, the highest so far; commits with older ones now fail."""
 
     async def release(self, *, gives_back: bool = False) -> None:
-        """Release the records, because this instance ends, so that others need not wait for a timeout.
+        """Release the records when this instance ends, so that others need not wait for a timeout.
 
         Parameters
         ----------

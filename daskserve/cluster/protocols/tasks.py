@@ -15,7 +15,7 @@ class CurrentTask(Protocol):
     is_released: bool
 
     def secede(self, limit: int | None = None) -> bool:
-        """Secede, so that another task can run while this one waits; return whether it seceded.
+        """Secede so that another task can run while this one waits; return whether it seceded.
 
         With a ``limit``, at most that many tasks secede, unless more urgent tasks wait for a thread. Without
         a limit, the task always secedes.
@@ -25,7 +25,8 @@ class CurrentTask(Protocol):
         """Take a slot again; blocks until one is free. Call this in the thread that seceded."""
 
     def on_release(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back, on any thread, if Dask releases the task; return a function that unregisters this."""
+        """Call a function, on any thread, if Dask releases the task; return a function that unregisters
+        it."""
 
     def reschedule(self) -> Exception:
         """Return the error that ends a released task; if its result is needed again, the task reruns."""

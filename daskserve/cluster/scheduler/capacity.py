@@ -1,7 +1,7 @@
 """Changes to the scheduler that protect workers which hold actors of daskserve.
 
-Dask considers a worker that only holds actors idle: adaptive scale-down closes it, retirement fails or loses
-its actors, and the idle timeout ends the whole cluster. While instances run, this module changes three of the
+To Dask, a worker that only holds actors is idle: adaptive scale-down closes it, retirement fails or loses its
+actors, and the idle timeout ends the whole cluster. While instances run, this module changes three of the
 scheduler's decisions. Afterwards it restores them:
 
 - ``idle_timeout`` is suspended;
@@ -123,7 +123,7 @@ class Capacity:
         return max((report.grace_s for report in self._reports.values()), default=0.0)
 
     def is_free(self, leaving: set[WorkerAddress], instances: Iterable[InstanceName]) -> bool:
-        """Return whether leaving workers are free of actors, and these instances will place none there.
+        """Return whether no actors are on the leaving workers, and these instances will place none there.
 
         Every instance must have reported since it learned of the retirement: an earlier report may lack a
         replica that was just being placed.
@@ -159,7 +159,7 @@ class Capacity:
         return max(max(by_tasks, len(self.held())) + self.workers_wanted(), int(self._has_instances()))
 
     async def wait_for_worker(self, timeout_s: float) -> None:
-        """Return once there is a worker, or once none is expected to join.
+        """Return once there is a worker, or once none is expected to join any more.
 
         An adaptive cluster without workers starts one when it next requests its target.
         """

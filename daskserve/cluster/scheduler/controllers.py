@@ -65,11 +65,11 @@ class Instance:
     misses: int = 0
     #: The workers of the proxies, as the controller reported them last.
     proxies: frozenset[WorkerAddress] = frozenset()
-    #: Time since which there has been a better worker for the controller.
+    #: Time since which the controller could run on a better worker.
     better_since: float | None = None
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Starts a controller again and again, after an attempt has failed.
+    #: Retries the start of a controller after failed attempts.
     retrying: asyncio.Task[None] | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: The wait for the workers' Hosts during the start.
@@ -82,7 +82,7 @@ class Instance:
     ending: asyncio.Task[None] | None = None
     #: Watches the store, if other clusters may also use it.
     watching: asyncio.Task[None] | None = None
-    #: Whether the start has failed, so that the store goes back to its previous owner.
+    #: Whether the start has failed and the store goes back to its previous owner.
     has_failed: bool = False
     grace: asyncio.TimerHandle | None = None
     #: The URL of the store.
@@ -157,10 +157,10 @@ def best_worker(
 ) -> WorkerAddress | None:
     """Return the best worker for a controller, or None: one on the scheduler's host, without a proxy.
 
-    A system worker, which is reserved for the controller and the proxies, is better than any other.
+    A system worker, which is reserved for the controller and the proxies, is better than any other worker.
 
-    If a worker with both hung, the proxy would be replaced only after the controller: clients would wait for
-    two detections in a row.
+    If a worker with a controller and a proxy hung, the proxy would be replaced only after the controller:
+    clients would wait for two detections in a row.
 
     Parameters
     ----------
@@ -313,7 +313,8 @@ class ControllerSupervisor:
             await asyncio.sleep(max(0.0, began + PERIOD_S - loop.time()))
 
     async def _keep_apart(self, entry: Instance, address: ActorAddress) -> None:
-        """Move a controller to a system worker, or to a worker without a proxy, if there is one by now."""
+        """Move a controller to a system worker, or to a worker without a proxy, if the cluster has one
+        now."""
         found = self._better(entry, address.worker)
         if found is None:
             entry.better_since = None

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.actors.draining import drain
+from daskserve.cluster.actors.instance_drain import drain
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import InstanceName
 
-#: Longest wait of one call for a draining instance: a call occupies a connection.
+#: Maximum wait of one call for a draining instance, because a call occupies a connection.
 ANSWER_S = 5.0
 #: Time after which the scheduler ends a drained instance, in case the program that shuts it down has died.
 DRAINED_S = 5.0

@@ -26,12 +26,12 @@ logger = logging.getLogger("daskserve.supervisor")
 
 #: How long a retiring worker waits until its actors are replaced elsewhere, besides the time of its requests.
 EVACUATION_S = 60.0
-#: Minimum share of the time of a worker that got SIGTERM for replacing its actors elsewhere. The remaining
-#: time is for its requests.
+#: When a worker gets SIGTERM, the minimum share of its remaining time in which its actors are replaced
+#: elsewhere. The rest is for its requests.
 REPLACING_SHARE = 0.25
 #: Delay before the controllers are notified, because a host that shuts down sends SIGTERM to several workers.
 TOGETHER_S = 0.05
-#: Longest wait of one call of a worker that got SIGTERM: a call occupies a connection.
+#: Maximum wait of one call of a worker that got SIGTERM, because a call occupies a connection.
 ANSWER_S = 1.0
 
 
@@ -134,12 +134,12 @@ class Evacuations:
             return max(within_s - self._capacity.grace_s, within_s * REPLACING_SHARE)
 
         if not await self._are_free({worker}, limit_s, stays=lambda: not self._has_others()):
-            # No warning if all workers end together, as they do when the cluster closes.
+            # No warning if all workers end together, because this happens when the cluster closes.
             level = logging.WARNING if self._has_others() else logging.INFO
             logger.log(level, "Worker %s got SIGTERM and ends before all its actors were moved", worker)
             return RetirementStatus.STAYED
         await self._hosts.release(worker)
-        # The worker's process decides when it ends, and its nanny whether a new one starts.
+        # The worker's process decides when it ends, and its nanny decides whether a new one starts.
         await retire(workers=[worker], close_workers=False, remove=False)
         return RetirementStatus.MOVED
 

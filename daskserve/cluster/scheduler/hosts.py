@@ -150,7 +150,8 @@ class HostRegistry:
         return found
 
     async def ready(self, timeout_s: float) -> None:
-        """Start a Host on every worker; return when all have one, or after a time limit for stragglers.
+        """Start a Host on every worker; return when all workers have one, or after a time limit for slow
+        ones.
 
         Raises
         ------
@@ -375,7 +376,7 @@ class HostRegistry:
         self._entries.clear()
 
     async def _close_host(self, worker: WorkerAddress, entry: _HostEntry) -> None:
-        # This includes a Host that is not open yet, because the caller that was opening it may have been
+        # This also removes a Host that is not open yet, because the caller that was opening it may have been
         # cancelled.
         if entry.future.status == "finished":
             try:

@@ -1,19 +1,20 @@
 """Ownership of an instance's records in a store that other clusters may also use.
 
-Problem: a second cluster that starts on the store must not harm the instance that runs, unless it has started
-to serve in its place: its ports may be in use, its replicas may not start, it may be killed at any moment.
-Choice: it starts as a *trial*. It reads the records and keeps its changes in memory. Once it serves, it
-claims the next epoch, so that the other instance can no longer write. It then reads the later changes of the
-other instance, and writes its own changes in one transaction. If it ends before that, for any reason, the
-store is unchanged.
+Problem: a second cluster that starts on the store must not harm the running instance before it has started to
+serve in its place. Until then, the start may still fail: ports may be in use, replicas may not start, and it
+may be killed at any moment. Choice: it starts as a *trial*. It reads the records and keeps its changes in
+memory. Once it serves, it claims the next epoch, so that the other instance can no longer write. It then
+reads the later changes of the other instance, and writes its own changes in one transaction. If it ends
+before it serves, for any reason, the store is unchanged.
 
 An instance whose records were taken over continues with the records in memory: it replaces lost actors, and
 refuses changes. If the start of the other instance fails after all, it gets the store back.
 
 When a trial may claim depends on whether the owner is alive. The trial sends a query
 (`BlockingStore.query_owner`), which owners answer within `CHECK_S`. A live owner keeps the store until all
-backends of the trial run. If the owner is dead, the trial may claim earlier, because a broken backend must
-not keep the others from returning. Of two instances that start at the same time, only one gets the epoch.
+backends of the trial run. If the owner is dead, the trial may claim the store earlier, because a broken
+backend must not keep the others from returning. Of two instances that start at the same time, only one gets
+the epoch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ REFUSAL = (
 
 
 def is_same_instance(owner: str | None, other: str | None) -> bool:
-    """Return whether two owners are one instance, perhaps under two schedulers."""
+    """Return whether two owners are the same instance, perhaps under two schedulers."""
     return (owner or "").partition(".")[0] == (other or "").partition(".")[0]
 
 
@@ -263,7 +264,8 @@ class OwnedStore:
             self._mirror.know(change.records)
 
     async def _is_written(self, write: Callable[[], Awaitable[None]]) -> bool:
-        """Write, again if the store was given back meanwhile; return False if another cluster owns it."""
+        """Write, and write again if the store was given back in the meantime; return False if another cluster
+        owns it."""
         for _ in range(2):
             try:
                 await write()
@@ -346,7 +348,7 @@ class OwnedStore:
             self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
 
     async def _write(self, latest: Mapping[str, bytes] | None = None) -> bool:
-        """Write the records in memory to the store; return False if another cluster owns it by now."""
+        """Write the records in memory to the store; return False if another cluster has come to own it."""
         known = await self.shared.load() if latest is None else latest
         try:
             await self.shared.commit(self._claimed, StoreChange(self._mirror.difference(known)))

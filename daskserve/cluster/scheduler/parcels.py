@@ -1,6 +1,6 @@
 """The parcels of an instance in the scheduler's process; see `daskserve.payload.parcels.Parcel`.
 
-A client gives a parcel before the change that refers to it. When the controller commits the code, the
+A client sends a parcel before the change that refers to it. When the controller commits the code, the
 content becomes rows of the same transaction, next to the records and invisible to the controller. The rows
 are deleted with the code.
 """

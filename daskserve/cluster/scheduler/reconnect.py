@@ -31,7 +31,7 @@ UNKNOWN_S = 1.0
 RELEASE_S = 5.0
 #: Interval of the checks whether the workers are there.
 CHECK_S = 0.02
-#: How long an instance counts as one that comes back, after a worker last asked for it. Workers ask more
+#: How long an instance counts as returning after a worker last asked for it. Workers ask more
 #: often, and a supervisor without an instance stays for longer.
 ASKED_S = 1.5
 
@@ -80,7 +80,8 @@ class _ReconnectingInstance:
 
 @dataclass(slots=True)
 class _Failure:
-    """Why an instance could not be brought back, and until when its workers are expected to ask again."""
+    """Why an instance could not be brought back, and the time until which its workers may still ask for
+    it."""
 
     reason: str
     until: float
@@ -154,7 +155,7 @@ class ReconnectingInstances:
         name = start["instance"]
         if name in self._instances:
             running = self._instances[name]
-            # Without a controller, the supervisor tries again, and the actors serve on.
+            # Without a controller, the supervisor tries again, and the actors keep serving.
             return running.controller is not None or (running.has_begun.is_set() and not running.is_ending)
         if name in self._failures:
             self._failures[name].until = asyncio.get_running_loop().time() + ASKED_S
@@ -234,7 +235,7 @@ async def close_records(entry: Instance) -> None:
 async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, bytes] | None) -> None:
     """Restore a store that was lost together with the scheduler from the last controller's records.
 
-    Even if no records are known, later epochs become newer than those of the actors, so that actors without a
+    Even if no records are known, new epochs become newer than those of the actors, so that actors without a
     record are recognized.
     """
     if await entry.store.newest_epoch() >= epoch:

@@ -39,7 +39,7 @@ from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError, ServeError
 from daskserve.payload.packed_errors import dump_error
 
-#: Timeout for a worker's answer. The scheduler knows the worker, so it exists, but it may be busy.
+#: Timeout for a worker's answer. The worker exists, because the scheduler knows it, but it may be busy.
 WORKER_TIMEOUT_S = 5.0
 #: Buffer sizes per direction: small for small messages, large for bodies. The large size bounds the
 #: scheduler's memory, and how long one step of a splice blocks its event loop (0.1 ms).

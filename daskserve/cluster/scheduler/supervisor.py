@@ -84,7 +84,7 @@ logger = logging.getLogger("daskserve.supervisor")
 PLUGIN_NAME = "daskserve-supervisor"
 #: A supervisor without an instance unregisters after this time; the next start registers a new one.
 UNUSED_S = 2.0
-#: Number of cancelled starts that are remembered; each matters for milliseconds.
+#: Number of cancelled starts that are remembered; each is needed for milliseconds only.
 MAX_CANCELLED_STARTS = 100
 #: How long an instance waits for its end after another cluster took its store over during its start.
 REFUSED_S = 10.0
@@ -287,11 +287,12 @@ class Supervisor(SchedulerPlugin):
                 raise InstanceError(f"The controller of {instance!r} could not be started on any worker.")
         except BaseException:
             if entry.is_back and not has_records and not entry.is_ending:
-                # Its actors serve, and their workers ask for it again: the store may be repaired in time.
+                # Its actors keep serving, and their workers ask for it again: the store may be repaired in
+                # time.
                 await close_records(entry)
                 self._instances.pop(instance, None)
             else:
-                # By its start id: another instance may have the same name by now.
+                # By its start id, because another instance may have taken the same name.
                 await self._end_instance(instance, start_id)
             raise
         return {"controller": entry.controller and asdict(entry.controller)}
@@ -334,7 +335,7 @@ class Supervisor(SchedulerPlugin):
             entry.awaiting_hosts.cancel()
         await self._hosts.end_instance(entry.name)
         if entry.starting.locked() or not entry.has_begun.is_set():
-            # A running start of the instance or of its controller now sees that the instance is ending.
+            # This tells a running start of the instance or of its controller that the instance is ending.
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await entry.has_begun.wait()
@@ -430,7 +431,7 @@ class Supervisor(SchedulerPlugin):
             publish(self._scheduler, topic_of(name), message)
 
     def _is_anywhere(self, instance: InstanceName) -> bool:
-        # Once this supervisor is closed, another one may run an instance of this name.
+        # Once this supervisor is closed, another supervisor may run an instance of this name.
         current = self._scheduler.plugins.get(PLUGIN_NAME)
         return isinstance(current, Supervisor) and current.is_running(instance)
 

@@ -31,7 +31,7 @@ def create_empty(path: Path) -> None:
 
     Errors are ignored, because the next use of the file reports them.
     """
-    # SQLite follows a link to a file that does not exist yet; exclusive creation does not.
+    # SQLite follows a link to a file that does not exist yet, but exclusive creation does not.
     target = os.path.realpath(path)
     with contextlib.suppress(OSError):
         try:

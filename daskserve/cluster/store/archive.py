@@ -51,7 +51,7 @@ class StoredInstance:
 
 @dataclass(slots=True)
 class StoreContents:
-    """All instances of a store. ``lack`` describes missing parts; it is empty if there are none."""
+    """All instances of a store. ``lack`` describes missing parts; it is empty if no parts are missing."""
 
     instances: dict[InstanceName, StoredInstance]
     lack: str = ""
@@ -62,8 +62,7 @@ def blocking_store(url: str, instance: InstanceName) -> SqliteStore | FsspecStor
 
     Raises
     ------
-    BadRequestError
-        The URL is not that of a store that other processes can use.
+    BadRequestError The URL does not name a store that other processes can use.
     """
     if is_in_memory(url):
         raise BadRequestError(
@@ -102,7 +101,7 @@ def read_store(url: str) -> StoreContents:
 
 
 def user_at(url: str, instances: Sequence[InstanceName]) -> str:
-    """Return the process that may still use a store; empty if no process uses it."""
+    """Return the process that may still use a store; empty if there is none."""
     store = blocking_store(url, "default")
     if isinstance(store, FsspecStore):
         with translated_errors(store.url):

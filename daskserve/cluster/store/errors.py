@@ -24,7 +24,7 @@ class StoreUnavailableError(UnavailableError):
     """The store is temporarily unreachable; the same call may succeed later."""
 
 
-#: The system's errors of a disk without room, and of one that cannot be written.
+#: The operating system's errors for a full disk, and for a disk that cannot be written.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_ONLY = (errno.EROFS,)
 

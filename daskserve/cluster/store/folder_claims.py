@@ -60,7 +60,7 @@ class FolderClaims:
         self._folder().create(named(epoch), self._note(owner))
 
     def clear(self, before: int) -> None:
-        """Remove older claims, and all queries; an instance that waits for an answer queries again."""
+        """Remove older claims and all queries; an instance that still waits for an answer queries again."""
         names = self.names()
         older = [named(each) for each in epochs_in(names) if each < before]
         asked = [f"{FOLDER}/{each}" for each in names if each.startswith((_KNOCK, _HERE))]
@@ -89,7 +89,7 @@ class FolderClaims:
                     self._folder().create(f"{FOLDER}/{_HERE}{by}", self._note(""))
 
     def query_owner(self, by: str) -> bool:
-        """Create a query, if there is none; return whether it was answered."""
+        """Create a query, if there is none; return whether it has been answered."""
         names = self.names()
         if f"{_KNOCK}{by}" not in names:
             with contextlib.suppress(FileExistsError):

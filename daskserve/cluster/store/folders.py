@@ -47,7 +47,7 @@ class Folder(Protocol):
     def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
         """Create an object, durable once this returns; raise `FileExistsError` if its name is taken.
 
-        An object with ``may_wait`` is durable once a later one without it is.
+        An object with ``may_wait`` is durable once a later object without ``may_wait`` is durable.
         """
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -75,7 +75,8 @@ class LocalFolder:
         self._unsynced: list[Path] = []
 
     def prepare(self, folders: Sequence[str]) -> None:
-        # The instance's folder and its parent, the store's folder, are created here; nothing above them is.
+        # The instance's folder and its parent, the store's folder, are created here, but no folder above
+        # them.
         base = self._root.parent
         if not base.parent.is_dir():
             raise StoreError(
@@ -158,7 +159,7 @@ def _sync_together(paths: Sequence[Path]) -> None:
         except FileNotFoundError:
             pass
         except BaseException as error:
-            # This is the top of a thread: every error goes to the caller.
+            # This is the top level of a thread: every error is passed to the caller.
             errors.append(error)
 
     if not paths:
@@ -214,8 +215,8 @@ class RemoteFolder:
                 return
             self._rename_into_place(path, data)
         except Exception as error:
-            # Libraries raise different errors for an existing object. The object may also be our own, because
-            # many libraries retry a put whose answer is late.
+            # Libraries raise different errors for an existing object. The existing object may also be our
+            # own, because many libraries retry a put whose answer is late.
             found = self._find(path)
             if found is None:
                 raise
@@ -354,7 +355,7 @@ PERMANENT = (
 
 @contextlib.contextmanager
 def translated_errors(url: str) -> Iterator[None]:
-    """Translate the errors of a file system into those of a store; `FileExistsError` passes through."""
+    """Translate the errors of a file system into those of a store; `FileExistsError` is raised unchanged."""
     try:
         yield
     except (ServeError, FileExistsError):

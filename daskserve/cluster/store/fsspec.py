@@ -26,8 +26,8 @@ provides: an object appears complete, and is created only if its name is free. T
   used again. The next commit builds on the one before it, so the lost commit is void even if it arrives late.
 
 * A folder that is removed, moved or replaced is noticed. A commit checks that the epoch that this process
-  knows and the head of its journal are in the folder. If they are not, changes that must last are refused,
-  and all others are kept in memory until `FsspecStore.rewrite` writes everything as one snapshot.
+  knows and the head of its journal are in the folder. If they are not, changes that must be durable are
+  refused, and all others are kept in memory until `FsspecStore.rewrite` writes everything as one snapshot.
 
 Compaction writes a snapshot when the journal outgrows the records, so its cost stays proportional to the
 written data. A snapshot removes only objects that the *previous* snapshot covers: if the newest one is
@@ -86,7 +86,7 @@ REMOVE_AT_ONCE = 64
 
 
 def folder_of(instance: InstanceName) -> str:
-    """Return the name of an instance's folder: one path segment that every file system accepts."""
+    """Return the name of an instance's folder: one path segment that is valid on every file system."""
     return quote(instance, safe="").replace(".", "%2E").replace("%", "=") or "="
 
 
@@ -96,7 +96,7 @@ def instance_in(folder: str) -> InstanceName:
 
 
 def user_of(folder: Folder) -> str:
-    """Return the process that may still use an instance's folder; empty if no process uses it."""
+    """Return the process that may still use an instance's folder; empty if there is none."""
     epochs = epochs_in(folder.names("epoch"))
     if not epochs:
         return ""
@@ -288,7 +288,7 @@ class FsspecStore(BlockingStore):
             known = 0 if self._journal is None else self._journal.numbers.get(epoch, 0)
             journal = Journal.of(Position(epoch, 1 + max([known, *numbers])), records)
             if not self._write_snapshot(journal):
-                raise StoreUnavailableError(f"The store {self.url} lost what was written to it; try again.")
+                raise StoreUnavailableError(f"The store {self.url} has lost the last write; try again.")
             self._journal, self._seen_epoch, self._has_epoch = journal, epoch, True
             self.problems.check_place(self._lost(journal), must_last=True)
 

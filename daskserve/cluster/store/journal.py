@@ -9,8 +9,8 @@ decide which earlier ones belong to it; the arrival time of an object does not m
   replaced controller wrote it, or its write was reported as failed and landed late.
 
 An object is a magic line, then frames, each with a length and a checksum: a header that every later format
-can read, then a key and a value per record. A damaged change is dropped whole; from a damaged snapshot, all
-readable records are used.
+can read, then a key and a value per record. A damaged change is dropped as a whole; from a damaged snapshot,
+all readable records are used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAGIC = b"daskserve\n"
 #: The journal is compacted when its size exceeds the cost of a snapshot by this much.
 COMPACT_BYTES = 1 << 20
 COMPACT_OBJECTS = 512
-#: Bytes of records for which the journal may hold one more object before it is compacted.
+#: Bytes of records for each further object that the journal may hold before it is compacted.
 BYTES_PER_OBJECT = 4096
 _FRAME = struct.Struct(">II")
 _NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
@@ -197,7 +197,7 @@ def _header(url: str, data: bytes, kind: str) -> tuple[dict[str, Any], Iterator[
 
 
 def _frames(data: bytes) -> Iterator[bytes | None]:
-    """Yield the frames, None for each damaged one, until the object ends or a length exceeds it."""
+    """Yield the frames, and None for each damaged one, until the object ends or a length exceeds it."""
     offset = len(MAGIC)
     while offset + _FRAME.size <= len(data):
         length, crc = _FRAME.unpack_from(data, offset)

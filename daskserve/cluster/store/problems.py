@@ -42,7 +42,8 @@ class StoreProblems:
             self.found = {name: reason for name, reason in self.found.items() if name not in written}
 
     def check_place(self, lost: str, *, must_last: bool) -> None:
-        """Record whether the store is lost, and why; if it is, raise for a change that must last.
+        """Record whether the store is lost, and why; if it is, raise an error for a change that must be
+        durable.
 
         Raises
         ------

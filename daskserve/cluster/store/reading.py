@@ -27,8 +27,7 @@ def read_journal(url: str, folder: Folder, *, keeps_copies: bool = True) -> tupl
 
     Raises
     ------
-    StoreUnavailableError
-        Other processes compact it again and again.
+    StoreUnavailableError Other processes compact it repeatedly.
     """
     for _ in range(ATTEMPTS):
         snapshots = positions_in(folder, "snapshot")
@@ -37,7 +36,7 @@ def read_journal(url: str, folder: Folder, *, keeps_copies: bool = True) -> tupl
         try:
             return reader.read(snapshots, changes), reader
         except FileNotFoundError:
-            # Another process has just compacted the journal; its snapshot covers the removed objects.
+            # Another process has just compacted the journal, and its snapshot covers the removed objects.
             continue
     raise StoreUnavailableError(f"The store {url} changes faster than it can be read; retry later.")
 

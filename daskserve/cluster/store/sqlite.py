@@ -62,7 +62,7 @@ from daskserve.errors import ServeError
 
 #: The format that this module writes, and the newest one it reads.
 FORMAT = 1
-#: The statement that upgrades each older format to the next one; there is none yet.
+#: The statement that upgrades each older format to the next one; none is needed yet.
 UPGRADES: Mapping[int, str] = {}
 
 #: How long a transaction waits for another program's lock.

@@ -1,7 +1,7 @@
 """Ownership of the records of an instance in an SQLite file: the newest epoch, its owner, and queries.
 
-Each function runs within a transaction of its caller. The tables are beside those of format 1, whose readers
-ignore them: an epoch that such a reader claims has no owner here.
+Each function runs within a transaction of its caller. The tables are separate from those of format 1, because
+readers of format 1 ignore them: an epoch that such a reader claims has no owner here.
 """
 
 from __future__ import annotations

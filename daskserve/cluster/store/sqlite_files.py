@@ -23,7 +23,7 @@ class FilesWatch:
         self._opened = [_identity(each) for each in self._paths]
 
     def lost(self) -> str:
-        """Return what happened to a file; empty if the files are in place."""
+        """Return what happened to a file; empty if nothing has."""
         for path, opened in zip(self._paths, self._opened, strict=True):
             found = _identity(path)
             if found is None:
@@ -81,8 +81,8 @@ def check_not_empty(url: str, path: Path) -> None:
     """Raise `StoreIncompleteError` for a file of 0 bytes, which SQLite would treat as a new database."""
     if size_of(path) == 0:
         raise StoreIncompleteError(
-            f"The store {url} cannot be used: the file {path} is empty, which a store never is. If it had "
-            "records, restore a backup; for a new store, remove the file first."
+            f"The store {url} cannot be used: the file {path} is empty. If it had records, "
+            "restore a backup; for a new store, remove the file first."
         )
 
 

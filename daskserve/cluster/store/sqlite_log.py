@@ -7,14 +7,14 @@ Choice: the file itself records whether it is complete. Rows of ``daskserve_meta
 
 * ``promised`` and ``kept``. `mark` increases ``promised``, writes the log back to the file, and then
   increases ``kept`` in the log only. So in a file without its log, ``kept`` is less than ``promised``; with
-  the log, they are equal. A copy that SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too. If it
-  is made exactly while the log is written back, it is refused even though it is complete.
+  the log, they are equal. A copy that SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too. A copy
+  that is made exactly while the log is written back is refused even though it is complete.
 * ``sealed``: `seal` has written everything back, so the file is complete, until the next change.
 * ``records`` and ``epochs``: how many records there are, and the sum of all epochs, as of the last change. A
   file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
 
 Marks and seals are written by `WALCheckpointer`, in a separate thread with a separate connection, so a change
-waits for one sync, its own. The checkpointer marks the file a moment after the first change since the seal,
+waits only for its own sync. The checkpointer marks the file a moment after the first change since the seal,
 when the change is already acknowledged; a copy made in between has the records from before the change.
 """
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("daskserve.store")
 
 #: Delay after the last change before the log is written back to the file.
 IDLE_S = 1.0
-#: Size of the log at which a change writes it back itself.
+#: Size of the log from which a change writes it back itself.
 LOG_BYTES = 4 << 20
 #: Interval at which a checkpoint that fails is logged again.
 LOG_S = 60.0
@@ -84,10 +84,10 @@ def stamp(db: sqlite3.Connection) -> bool:
 
 
 def missing(db: sqlite3.Connection, *, had_log: bool) -> str:
-    """Return what is missing in a file according to its marks; empty if nothing is.
+    """Return what is missing in a file according to its marks; empty if nothing is missing.
 
-    ``had_log`` says whether there was a log when the file was opened. If so, an open promise comes from a
-    process that was killed at that moment.
+    ``had_log`` says whether there was a log when the file was opened. If there was a log, an open promise
+    comes from a process that was killed at that moment.
     """
     marks = dict(db.execute("SELECT name, value FROM daskserve_meta").fetchall())
     if not had_log and marks.get("promised", 0) != marks.get("kept", 0):

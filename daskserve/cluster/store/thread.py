@@ -59,7 +59,7 @@ class StoreThread(Executor):
                 try:
                     future.set_result(job())
                 except BaseException as error:
-                    # The thread's top loop: every error goes to the caller that waits for the job.
+                    # The top level of the thread: every error is passed to the caller that waits for the job.
                     future.set_exception(error)
             del item, future, job  # an idle thread must not keep a change in memory
 
@@ -155,7 +155,8 @@ class BlockingStore(Protocol):
         """Write one transaction, whole or not at all; raises the errors of `Store.commit`."""
 
     def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
-        """Replace all records at the place that the URL names now; raise if ``epoch`` is not the newest."""
+        """Replace all records at the place that the URL names now; raise an error if ``epoch`` is not the
+        newest."""
 
     def newest_epoch(self) -> int:
         """Return the newest epoch; 0 if there is none."""
@@ -166,7 +167,7 @@ class BlockingStore(Protocol):
         Parameters
         ----------
         after
-            Claim only the epoch after this one. None claims the next epoch, whatever the newest is.
+            Claim only the epoch after this one. None: claim the next epoch without this condition.
         owner
             The instance that claims it, as a part of a file name; empty for none.
 

@@ -1,4 +1,5 @@
-"""Child processes: another Python interpreter that does a part of this process's work, over one channel.
+"""Child processes: another Python interpreter that does a part of this process's work and communicates over
+one channel.
 
 Problem: some code must not share this process's memory, interpreter lock or packages. Choice: a plain
 subprocess of the given interpreter. It inherits one end of a socket pair. A
@@ -90,7 +91,7 @@ if main is not None: main(pair, int(sys.argv[2]))
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """A process whose exit is a future, which does not end with the tasks of its event loop."""
+    """A process whose exit is a future that does not end with the tasks of its event loop."""
 
     _transport: asyncio.SubprocessTransport
 
@@ -149,7 +150,7 @@ class ChildProcess:
         self.ended = asyncio.Event()
         #: Called once, on this loop, when the process has ended.
         self.on_end: Callable[[], None] | None = None
-        #: Gets the descriptor of the file to which the process has logged, before it is closed.
+        #: Called with the descriptor of the file to which the process has logged, before the file is closed.
         self.on_log_end: Callable[[int], object] | None = None
         #: The stacks that the process wrote when it crashed in native code; valid once `ended` is set.
         self.crash = ""

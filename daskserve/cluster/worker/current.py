@@ -40,7 +40,7 @@ def find_connection() -> ClusterConnection:
 def default_client() -> Client | None:
     """Return Dask's default client of this process; None if there is none, or if it is closed.
 
-    One that has lost its scheduler, and connects again, is still the program's client.
+    A client that has lost its scheduler and reconnects is still the program's client.
     """
     try:
         client = Client.current()
@@ -52,8 +52,8 @@ def default_client() -> Client | None:
 def current_connection() -> DaskConnection | None:
     """Return the caller's connection: from its replica, its Dask task's worker, or its Dask client.
 
-    A thread that code of a replica or a task has started has none of them. It gets that of its process's
-    worker, if there is only one.
+    A thread that code of a replica or a task has started has no worker or client. It gets that of its
+    process's worker, if there is only one.
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:

@@ -60,7 +60,7 @@ def current_host() -> Host:
 
 
 def is_own_process(worker: Worker) -> bool:
-    """Return whether a worker has its process to itself; call this on the worker's loop.
+    """Return whether a worker's process belongs to it alone; call this on the worker's loop.
 
     The workers of ``LocalCluster(processes=False)`` live in the user's process.
     """
@@ -137,7 +137,7 @@ class Host:
             self.connection.channels.learn(secret)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
-            self._reconnection.open(self.connection)
+            self._reconnection.open(self.connection, self.retirement.complete)
             setattr(self._worker, HOST_ATTRIBUTE, self)
             self._user_clients = UserClients(
                 self._worker.scheduler.address,

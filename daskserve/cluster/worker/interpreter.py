@@ -7,9 +7,9 @@ microseconds:
 - A thread that computes keeps the interpreter lock for the switch interval (5 ms) when another one waits for
   it, and a request waits for it several times.
 - A full garbage collection visits every object: 20 ms with only a Dask worker in the process, and much more
-  once a model's libraries are loaded. Under load, one is due several times a second. So `gc.freeze` excludes
-  the objects that exist once no actor has started or stopped for a while. When actors start or stop, a full
-  collection runs again, which frees the objects of a stopped replica.
+  once a model's libraries are loaded. Under load, a collection is due several times a second. So `gc.freeze`
+  excludes the objects that exist once no actor has started or stopped for a while. When actors start or stop,
+  a full collection runs again, which frees the objects of a stopped replica.
 - A collection of young objects is due once 700 more of them exist. A hundred requests in flight are more than
   that, so a collection runs at each turn of the event loop and finds nothing. This takes a tenth of the time
   of a small request. While such collections find nothing, they become rarer; see `CollectionPace`.
@@ -41,7 +41,7 @@ CLIENT = "daskserve.client.functions.applications"
 class CollectionPace:
     """Makes collections of young objects rarer while they find no garbage.
 
-    A collection that finds nothing doubles the threshold, up to a limit. One that finds garbage restores
+    A collection that finds nothing doubles the threshold, up to a limit. If one finds garbage, it restores
     Python's own threshold, so user code that leaves cycles of large objects needs no more memory than in any
     Python process. A threshold that other code sets is kept.
 

@@ -1,16 +1,16 @@
 """The thread that calls the handlers of ``logging`` in a process that serves requests.
 
-Problem: a handler runs in the thread that logs. A slow one (a rich traceback, a full disk, a remote
+Problem: a handler runs in the thread that logs. A slow handler (a rich traceback, a full disk, a remote
 collector) holds the event loop of the worker, and with it all requests, heartbeats and health checks, or the
 loop or the threads of a replica. Prior art: ``QueueHandler`` and ``QueueListener``. They take the handlers
 that exist when they are installed, whereas user code adds handlers at any time. ``basicConfig`` would find a
 queue's handler and add none, and each logger that does not propagate, such as Dask's, would need a separate
 queue handler.
 
-Choice: loggers and handlers stay as they are, and the call from one to the other moves to this thread. A
-handler still gets each record in order, with its exception, and with the context variables of the code that
-logged it. The message is formatted early if the message or its arguments might change, are large, or cannot
-be encoded.
+Choice: loggers and handlers stay unchanged, and only the call from the logger to its handlers moves to this
+thread. A handler still gets each record in order, with its exception, and with the context variables of the
+code that logged it. The message is formatted early if the message or its arguments might change, are large,
+or cannot be encoded.
 
 Cost: a killed process loses the records that its handlers have not received. If the handlers are slower than
 the records, the queue fills, and further records are dropped and counted.
@@ -47,7 +47,7 @@ MAX_RECORDS = 10_000
 #: Maximum number of queued records that keep their exception, whose traceback keeps the locals of all frames.
 #: The tracebacks of further ones are formatted at once.
 MAX_TRACEBACKS = 100
-#: How many records the handlers receive between two reports of dropped ones.
+#: Number of records that the handlers receive between two reports of dropped ones.
 REPORT_EVERY = 1000
 #: Maximum time for the handlers to receive the queued records when the process or daskserve ends.
 FLUSH_S = 2.0
@@ -167,7 +167,7 @@ class LogThread:
             )
 
     def _put(self, source: logging.Logger, record: logging.LogRecord) -> bool:
-        """Queue or drop a record; return False if its handlers are to be called here."""
+        """Queue or drop a record; return False if its handlers must be called here."""
         thread = self._thread
         # A forked process has no such thread. A handler that logs must not add to the queue.
         if thread is None or os.getpid() != self._pid or threading.get_ident() == thread.ident:
@@ -272,7 +272,7 @@ def _is_final(value: Any) -> bool:
 
 def _report_error() -> None:
     # Handlers report their own errors. This error comes from a filter, or from a handler that does not report
-    # it.
+    # the error itself.
     if logging.raiseExceptions and sys.stderr is not None:
         traceback.print_exc()
 

@@ -64,7 +64,7 @@ async def _ask_worker(nanny: Any) -> None:
         async with asyncio.timeout(getattr(nanny, _GRACE_ATTRIBUTE)):
             await _run(nanny, worker, retire_in_worker)
     except Exception as error:
-        # Any error of the worker's process, such as its exit, ends the wait.
+        # Any error of the worker's process, for example because it exits, ends the wait.
         logger.info("Worker %s did not retire: %r", worker, error)
 
 

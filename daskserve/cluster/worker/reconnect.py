@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from distributed import Worker
@@ -23,17 +23,16 @@ from distributed import Worker
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.reconnect import PERIOD_S, wait_for_scheduler
+from daskserve.cluster.dask.worker_closing import WorkerOutcome, answer_close, stop_answering_close
 from daskserve.cluster.distributed_internals import (
-    WorkerOutcome,
-    answer_lost_scheduler,
     connection_args,
     forget_tasks,
     is_present,
     pause_heartbeat,
     register_again,
     scheduler_id,
-    stop_answering_lost_scheduler,
 )
+from daskserve.cluster.worker.retirement import COMPLETE_S
 from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName
 from daskserve.errors import ServeError
@@ -44,8 +43,6 @@ logger = logging.getLogger("daskserve.host")
 
 #: Import path of the function that requests an instance from the scheduler. It imports this module.
 BRING_BACK = "daskserve.cluster.scheduler.install:bring_back"
-#: Time limit for the requests in flight at a worker that leaves.
-DRAIN_S = 20.0
 #: How long a closing scheduler may still answer.
 CLOSES_S = 2.0
 #: How long the worker waits for Dask tasks that run in its threads; their results are lost.
@@ -75,19 +72,21 @@ class Reconnection:
         self._grace_s = grace_s
         self._tasks = TaskSet(logger)
 
-    def open(self, connection: DaskConnection) -> None:
-        """Handle the loss of the scheduler from now on."""
-        self._connection = connection
-        if self._grace_s > 0:
-            answer_lost_scheduler(self._worker, self._survive)
+    def open(self, connection: DaskConnection, complete: Callable[[], Awaitable[None]]) -> None:
+        """Handle the loss of the scheduler from now on.
+
+        ``complete`` completes the requests before the worker ends, also if the scheduler retires it.
+        """
+        self._connection, self._complete = connection, complete
+        answer_close(self._worker, self._survive, complete)
 
     def close(self) -> None:
-        """Let Dask handle the loss of the scheduler again; idempotent."""
-        stop_answering_lost_scheduler(self._worker)
+        """Let Dask handle them again; idempotent."""
+        stop_answering_close(self._worker)
         self._tasks.cancel()
 
     async def _survive(self) -> WorkerOutcome:
-        if not self.starts:
+        if not self.starts or self._grace_s <= 0:
             return WorkerOutcome.CLOSES
         address, lost_id = self._worker.scheduler.address, scheduler_id(self._connection.client)
         began = self._connection.clock.now()
@@ -101,8 +100,8 @@ class Reconnection:
             found_id = await self._next_scheduler(address, lost_id)
         except OSError as error:
             if is_present(self._worker):
-                logger.error("%s This worker ends.", error)
-                await self._registry.drain(DRAIN_S)
+                logger.error("%s", error)
+                await self._complete()
             return WorkerOutcome.CLOSES
         if found_id == lost_id or not is_present(self._worker):
             return WorkerOutcome.CLOSES  # the actors here were replaced, or the worker is closing
@@ -110,7 +109,7 @@ class Reconnection:
         if not await self._has_no_tasks():
             logger.warning("A Dask task still runs on this worker, which is replaced instead of registered")
             await asyncio.gather(*(self._ask(each, left) for each in list(self.starts)))
-            await self._registry.drain(DRAIN_S)
+            await self._complete()
             return WorkerOutcome.RESTARTS
         await register_again(self._worker)
         away_s = self._connection.clock.now() - began
@@ -128,7 +127,7 @@ class Reconnection:
         return True
 
     async def _next_scheduler(self, address: str, lost_id: str | None) -> str:
-        """Return the id of the next scheduler at an address, or of the lost one if it is still there."""
+        """Return the id of the next scheduler at an address, or of the lost one if it still answers there."""
         clock = self._connection.clock
         closes_until = clock.now() + CLOSES_S
         while True:
@@ -155,12 +154,12 @@ class Reconnection:
         return found
 
     async def _bring_back(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> None:
-        """Ask the scheduler for an instance until it runs there; end it here if it does not come back."""
+        """Ask the scheduler for an instance until it runs there; end it here if that does not happen."""
         deadline = self._connection.clock.now() + self._grace_s
         while instance in self.starts and not await self._ask(instance, left):
             if self._connection.clock.now() > deadline:
                 logger.error("Instance %s did not come back. Its actors here end.", instance)
-                await self._registry.drain(DRAIN_S, instance)
+                await self._registry.drain(COMPLETE_S, instance)
                 self.starts.pop(instance, None)
                 return
             await asyncio.sleep(ASK_S)

@@ -34,6 +34,8 @@ EXIT_S = 2.0
 EXIT_SHARE = 0.2
 #: How long to wait at most until all routers know that this worker has no replicas.
 NEWS_S = 1.0
+#: Time limit for the requests of a worker that ends without SIGTERM.
+COMPLETE_S = 20.0
 #: Timeout of the scheduler's answer, which normally takes a second at most.
 ANSWER_S = 4.0
 
@@ -85,11 +87,25 @@ class Retirement:
         ends_at = self._clock.now() + self._grace_s - min(EXIT_S, self._grace_s * EXIT_SHARE)
         logger.info("SIGTERM: this worker retires and ends, within %s s", shown(self._grace_s))
         if not await self._move(ends_at):
-            await self._registry.drain(max(0.0, ends_at - NEWS_S - self._clock.now()))
-            await self._depart()
+            await self._complete(ends_at - NEWS_S - self._clock.now())
+
+    async def complete(self) -> None:
+        """Complete the requests of a worker that ends now, if it has actors.
+
+        The scheduler is gone, or has removed the worker. Normally it moves the actors before, but a scheduler
+        that has just started does not know them.
+        """
+        if self._registry.entries:
+            logger.warning("This worker ends; its requests complete within %s s", shown(COMPLETE_S))
+            await self._complete(COMPLETE_S)
+
+    async def _complete(self, limit_s: float) -> None:
+        await self._registry.drain(max(0.0, limit_s))
+        await self._depart()
 
     async def _depart(self) -> None:
-        """Refuse requests until all routers know that this worker ends; they send refused ones elsewhere."""
+        """Refuse requests until all routers know that this worker ends; they send refused requests to other
+        workers."""
         try:
             async with asyncio.timeout(NEWS_S):
                 await ask_from_worker(self._worker, "depart", worker=self._worker.address)

@@ -18,9 +18,9 @@ from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import PRINTED, Tags
 from daskserve.telemetry.tracing.current import current_trace_id
 
-#: Maximum length of a printed line in the log; a longer line is truncated.
+#: Maximum length of a printed line in the log; longer lines are truncated.
 MAX_LINE = 8192
-#: Maximum number of incomplete lines; beyond it, the oldest is written as it is.
+#: Maximum number of incomplete lines; beyond it, the oldest is written although it is incomplete.
 MAX_BEGUN = 1000
 
 

@@ -27,7 +27,7 @@ from daskserve.telemetry.tracing.tasks import with_trace
 
 logger = logging.getLogger("daskserve.dask")
 
-#: For each call of the scheduler that acquires a lock: the call that releases it, and that call's arguments.
+#: For each scheduler call that acquires a lock: the call that releases it, and the arguments of that call.
 _RELEASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "semaphore_acquire": ("semaphore_release", ("name", "lease_id")),
     "multi_lock_acquire": ("multi_lock_release", ("id",)),

@@ -1,10 +1,10 @@
-"""Dask's current worker and client as user code sees them, in the worker's process or in a child.
+"""Dask's current worker and client as user code gets them, in the worker's process or in a child.
 
 Problem: Dask's locks, queues and actors ask `distributed.get_worker` or `get_client` for an event loop and a
 connection to the scheduler, and keep them. They are created in one place (a constructor, a module, unpickled
 arguments) and used in another, on another loop or in a thread. With the worker's own loop, ``async with
-Lock()`` on a replica's loop blocks it, gets the lock, and fails. Choice: these objects keep the views below,
-which use the loop and the connection of the place where they are used.
+Lock()`` on a replica's loop blocks the replica's loop, gets the lock, and fails. Choice: these objects keep
+the views below, which use the loop and the connection of the place where they are used.
 
 Nothing here imports Dask, which a child process may not need.
 """

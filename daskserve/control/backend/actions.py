@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from daskserve.control.records.records import ReplicaRecord
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +31,10 @@ class ReconfigureReplica:
 
 
 Action: TypeAlias = StartReplica | StopReplica | ReconfigureReplica
+
+
+def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
+    """Return how long a replica may finish its requests, in seconds."""
+    if backend.is_forced or replica.is_forced:
+        return 0.0
+    return backend.config.experimental_graceful_shutdown_timeout_s

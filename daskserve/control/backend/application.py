@@ -87,7 +87,8 @@ def is_late(
 ) -> bool:
     """Return whether a change of an application waits for this deployment, not for one that it needs.
 
-    The change also waits until replicas have received their ranks, which may take long in user code.
+    The change also waits until all replicas have received their ranks, which may take long if user code
+    handles them.
     """
     return not _is_up(observed, backend, replicas) and not awaited(state, observed, backend)
 

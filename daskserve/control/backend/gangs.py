@@ -93,8 +93,8 @@ def _units(
 ) -> Iterable[_Gang]:
     """Return the live replicas as units of at least the wanted gang size.
 
-    Old gangs may have another size. Small ones are joined, so that they stop together. A larger one counts as
-    one unit.
+    Old gangs may have another size. Small ones are joined, so that they stop together. A gang that is larger
+    than that counts as one unit.
     """
     old: list[tuple[ReplicaRecord, ...]] = []
     for members in by_gang(each for each in replicas if each.state in WANTED_STATES):

@@ -96,10 +96,3 @@ def replica_tag(backend: str, seed: int, number: int) -> str:
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest()
     letters = "".join(string.ascii_letters[byte % len(string.ascii_letters)] for byte in digest)
     return f"{backend}#{letters}"
-
-
-def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
-    """Return how long a replica may finish its requests, in seconds."""
-    if backend.is_forced or replica.is_forced:
-        return 0.0
-    return backend.config.experimental_graceful_shutdown_timeout_s

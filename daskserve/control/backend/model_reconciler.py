@@ -140,7 +140,8 @@ class ModelReconciler:
         return change
 
     def _phase_s(self, tag: BackendTag, name: str, rollout: RolloutState) -> float:
-        """Return how long the rollout of a model has been in its phase; 0 if it is not written yet."""
+        """Return how long the rollout of a model has been in its phase; 0 if the rollout is not recorded
+        yet."""
         mark, began = self._phases.get((tag, name), ("", 0.0))
         return self._clock.now() - began if mark == rollout.mark else 0.0
 

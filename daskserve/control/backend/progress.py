@@ -113,7 +113,7 @@ def full_from(inputs: StepInputs, goal: GoalRecord | None, replicas: Iterable[Re
 
 
 def _left_s(inputs: StepInputs, goal: GoalRecord, limit_s: float, replicas: Iterable[ReplicaRecord]) -> float:
-    """Return how much of a time limit is left when a controller first sees a change.
+    """Return how much of a time limit is left when a new controller takes over a change.
 
     This is the whole limit unless the change began under an earlier controller.
     """
@@ -192,14 +192,15 @@ def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -
 def busy_text(
     observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], *, step_s: float = LOG_S
 ) -> str:
-    """Describe the activity of the replica that has been busy longest; empty if that is not long."""
+    """Describe the activity of the replica that has been busy longest; empty if it has not been busy for
+    long."""
     busy = _busy(observed, backend, replicas)
     tag = max(busy, key=lambda tag: busy[tag].for_s, default="")
     return f"{short_tag(tag)} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
 
 
 def work_text(busy: Activity, step_s: float = LOG_S) -> str:
-    """Describe the activity of a replica and its duration; empty if that is not long.
+    """Describe the activity of a replica and its duration; empty if it does not take long yet.
 
     The time is rounded down to a multiple of ``step_s``, because watchers get each change of a status.
     """
@@ -266,6 +267,6 @@ def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> Ser
             f"The change of {what} made no progress for {limit} s (daskserve.timeouts.change-s)."
         )
     return RequestTimeoutError(
-        f"{capitalized(what)} did not get to {counted(backend.needed_replicas, 'running replica')} within "
-        f"{limit} s. Pass a larger timeout_s, or none to wait as long as the change makes progress."
+        f"{capitalized(what)} did not reach {counted(backend.needed_replicas, 'running replica')} within "
+        f"{limit} s. Pass a larger timeout_s, or omit it to wait as long as the change makes progress."
     )

@@ -1,9 +1,9 @@
 """Decides which replicas apply a changed config, and when. Pure.
 
 All replicas apply a change of options at once, while they serve. A change of ``user_config`` runs user code,
-which may take long, and a replica gets no requests meanwhile. It is therefore applied replica by replica, or
-gang by gang: to at most ``max_unavailable`` of them at a time, but to at least one. Replicas that are still
-starting count as unavailable.
+which may take long, and the replica gets no requests during that time. The change is therefore applied
+replica by replica, or gang by gang: to at most ``max_unavailable`` of them at a time, but to at least one.
+Replicas that are still starting count as unavailable.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of running replicas does not fall below the target. During a rollout, at most ``
 replicas exist, and ``max_unavailable`` old ones may stop before new ones run. If there is no room for an
 additional replica, or both numbers are 0, `replicas_to_drain` chooses one old replica after another to make
 room for a new one, which runs before the next old one stops. Several stop together only if a new replica
-needs the room of several on one worker.
+needs the room of several replicas on one worker.
 """
 
 from __future__ import annotations

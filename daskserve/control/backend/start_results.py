@@ -34,7 +34,7 @@ def start_error(backend: BackendRecord, error: BaseException) -> ServeError:
 
 
 def lost_error(backend: BackendRecord, death: DeadReplica) -> ServeError:
-    """Return the error of a change whose replicas are lost again and again."""
+    """Return the error of a change whose replicas are lost repeatedly."""
     return DeployError(
         f"A replica of {backend.display_name} was lost before the change was complete: {death.reason}"
     )

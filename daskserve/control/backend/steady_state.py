@@ -70,7 +70,8 @@ def _is_quiet(observed: Observed, replicas: Sequence[ReplicaRecord]) -> bool:
 
 
 def _have_right_ranks(observed: Observed, replicas: Sequence[ReplicaRecord], wanted: int) -> bool:
-    """Return whether the ranks of running replicas have no gaps, and the replicas know them."""
+    """Return whether the ranks of running replicas have no gaps, and whether the replicas have these
+    ranks."""
     ranks = [each.rank for each in replicas]
     hosts = [observed.host_of(each.worker or "") for each in replicas]
     known = [observed.rank_infos.get(each.tag) for each in replicas]

@@ -3,7 +3,7 @@
 The loop calls `step` whenever something about a backend may have changed. It reads the current state, never
 events, so it can run at any time and any number of times. In a new controller without observations, it
 returns the actions that observe the cluster. `step` does not change its arguments. It returns its memory as
-`Notes`, which apply once the change is in the store.
+`Notes`, which are kept once the change is in the store.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs, progress, rollout_steps
-from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica, grace_of
 from daskserve.control.backend.deaths import keep_deaths
-from daskserve.control.backend.inputs import Step, StepInputs, grace_of, replica_tag, unplaced
+from daskserve.control.backend.inputs import Step, StepInputs, replica_tag, unplaced
 from daskserve.control.backend.ranks import all_ranks_known, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
@@ -54,7 +54,7 @@ class _Stepper:
     ) -> None:
         self.inputs = inputs
         self.backend = backend
-        #: The key of the notes if this is the old version during a rollout, which has no goal.
+        #: The key of the notes if this is the old version of a rollout, which has no goal.
         self.kept = kept
         known = inputs.observed.notes.get(kept or backend.tag)
         self.notes = Notes() if known is None else known.for_next_step()
@@ -284,7 +284,7 @@ class _Stepper:
         return TentativeUsage(self.inputs.state, self.inputs.undone | self.step.change)
 
     def surge(self) -> int:
-        """Return how many additional replicas may run; 0 while a rollout has no room for one."""
+        """Return how many additional replicas may run; 0 if a rollout has no room for one."""
         backend, notes = self.backend, self.notes
         surge = backend.config.surge(backend.version_replicas // backend.gang_size)
         if not any(each.version != backend.version for each in self.replicas.values()):
@@ -468,7 +468,7 @@ def _go_on(stepper: _Stepper) -> None:
 def _run(
     inputs: StepInputs, backend: BackendRecord, replicas: Iterable[ReplicaRecord], kept: str = ""
 ) -> tuple[Step, BackendRecord]:
-    """Make all decisions of one step; return it, and the backend's record after it."""
+    """Make all decisions of one step; return the step, and the backend's record after it."""
     stepper = _Stepper(inputs, backend, replicas, kept)
     stepper.take_in()
     stepper.scale()

@@ -97,7 +97,8 @@ def deploy(
 
 
 def _check_expected(state: State, spec: ApplicationSpec, expected: str) -> None:
-    """Raise `AlreadyRegisteredError` unless the last deploy is the expected one, or this call repeated."""
+    """Raise `AlreadyRegisteredError` unless the last deploy is the expected one, or this call is a repetition
+    of it."""
     app = state.apps.get(spec.name)
     found = "" if app is None or app.is_deleting or not app.deployments else app.request_id
     if found not in (expected, spec.request_id):

@@ -47,7 +47,7 @@ def _holder_of(state: State, route: str | None) -> EndpointRecord | None:
 
 
 def _application_of(state: State, endpoint: EndpointRecord) -> str:
-    """Return the application that an endpoint belongs to; empty if none."""
+    """Return the application that an endpoint belongs to; empty if there is none."""
     backend = None if endpoint.is_legacy else state.backends.get(endpoint.name)
     return "" if backend is None else backend.application
 
@@ -62,7 +62,8 @@ def application_at(state: State, route: str | None) -> str | None:
 
 
 def circle(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
-    """Return the applications that swap routes with an application, including itself; empty if none do.
+    """Return the applications that swap routes with an application, including itself; empty if it swaps no
+    route.
 
     ``routes`` are the new routes of the applications that change, by name.
     """
@@ -286,7 +287,7 @@ def check_weights(traffic: Mapping[BackendTag, float]) -> None:
 
 
 def shadow_traffic(state: State, name: EndpointTag, backend: BackendTag, proportion: float) -> Change:
-    """Copy a proportion of an endpoint's requests to a backend and drop its responses; 0 stops this."""
+    """Copy a share of an endpoint's requests to a backend and drop its responses; 0 ends this."""
     endpoint = _require_endpoint(state, name)
     _require_backends(state, [backend])
     shadows = {tag: share for tag, share in endpoint.shadows.items() if tag != backend}

@@ -53,7 +53,7 @@ class TimeLimits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChangeLimits:
-    """The time limits of a change that has no spec; without any, it never fails."""
+    """The time limits of a change that has no spec; without limits, it never fails."""
 
     timeout_s: float | None = None
     progress_timeout_s: float | None = None
@@ -173,7 +173,7 @@ def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
 def _release(
     state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
 ) -> None:
-    """Move the other backends of superseded goals to the new goal; dropped ones get none."""
+    """Move the other backends of superseded goals to the new goal; dropped backends get no goal."""
     for old in superseded:
         for tag in state.apps.members(old.application):
             current = state.backends[tag]
@@ -338,7 +338,8 @@ def _served(key: str, plain: Mapping[str, Any] | None) -> bool:
 def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> Change:
     """Return the change that rolls back the pending changes of some calls.
 
-    A change stays if it is complete, or if a later call requested the same. Repeating this changes nothing.
+    A change is kept if it is complete, or if a later call requested the same change. Repeating this changes
+    nothing.
     """
     change: Change = {}
     for record in (*state.apps, *state.backends.values()):

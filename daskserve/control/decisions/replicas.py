@@ -32,7 +32,7 @@ def named_replicas(state: State, name: str) -> list[ReplicaRecord]:
     exact = [each for each in placed if name in (each.tag, short_tag(each.tag))]
     found = exact[:1] or [each for each in placed if name in _names_of(each)]
     if found:
-        # A replica that does not serve is probably the one to inspect.
+        # A replica that does not serve is probably the one that the user wants to inspect.
         return sorted(found, key=lambda each: each.state is ReplicaState.RUNNING)
     if any(name in (each.tag, short_tag(each.tag), *_names_of(each)) for each in state.replicas.values()):
         raise NotFoundError(f"{name!r} has no worker yet; `daskserve status` says what it waits for.")

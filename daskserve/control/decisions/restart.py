@@ -27,7 +27,7 @@ def restart(
 ) -> Outcome:
     """Restart all deployments of an application, or one; a repeated call changes nothing.
 
-    If the new replicas do not come up, the old ones stay.
+    If the new replicas do not start, the old ones are kept.
 
     Raises
     ------

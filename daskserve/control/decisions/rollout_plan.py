@@ -182,7 +182,7 @@ def promoted(
 ) -> RolloutState:
     """Return the state of a rollout that continues with the next step, or (``full``) completes.
 
-    ``by`` is the program that promotes it; empty if the step has passed.
+    ``by`` is the program that promotes it; empty if the gates have passed.
     """
     if full or rollout.served + 1 >= len(config.steps):
         why = f"it was promoted to the end by {by}" if by else "all steps have passed"

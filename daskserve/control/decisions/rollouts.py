@@ -21,7 +21,7 @@ def _going_on(backend: BackendRecord, doing: str) -> RolloutState:
 
 
 def pause(backend: BackendRecord, wall: float, *, by: str = "") -> Change:
-    """Keep a rollout at its current step until it is promoted or aborted; its gates stay in force."""
+    """Keep a rollout at its current step until it is promoted or aborted; its gates still apply."""
     rollout = _going_on(backend, "pause")
     return {backend.key: replace(backend, rollout=paused(rollout, wall, by))}
 

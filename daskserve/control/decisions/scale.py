@@ -23,9 +23,10 @@ def scale(
     Parameters
     ----------
     application : str
-        The application of the deployment ``name``; if ``name`` is empty, its ingress is scaled. Backends and
-        deployments outside of applications count as part of the default application, or of one with their own
-        name. If ``application`` is empty, ``name`` is a tag, or an application whose ingress is scaled.
+        The application of the deployment ``name``; if ``name`` is empty, its ingress is scaled. Backends, and
+        deployments outside of applications, count as part of the default application, or of an application
+        with their own name. If ``application`` is empty, ``name`` is a tag, or an application whose ingress
+        is scaled.
     by : str
         The operator, who may scale any deployment without an autoscaler; empty for an external scaler.
 

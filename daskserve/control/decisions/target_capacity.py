@@ -16,12 +16,12 @@ from daskserve.options.start_messages import ControllerStart
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
     """Return the change that sets the target capacity of every backend; None resets it.
 
-    The client has checked the percentage. The specs in the records stay the same, so they apply again when
+    The client has checked the percentage. The specs in the records do not change, so they apply again when
     the capacity is reset.
     """
     before = state.capacity
     after = replace(before, percent=percent, direction=_direction(state, percent))
-    # Without any setting the record is removed; older stores have no such record either.
+    # If no value is set, the record is removed, as in older stores, which have no such record.
     change: Change = {}
     if after != before:
         change[after.key] = None if after == CapacityRecord() else after

@@ -25,7 +25,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads plain values, and refuses to import anything."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not a plain value")
 
 
 def changed_values(old: bytes | None, new: bytes | None) -> list[tuple[str, Any, Any]]:

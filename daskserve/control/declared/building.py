@@ -207,7 +207,7 @@ class Building:
         #: How often in a row the result of each application could not be written.
         self._unwritten: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
-        #: Why applications wait, for the status.
+        #: The reasons why applications wait, which the status shows.
         self.waiting: dict[str, str] = {}
         #: Built applications that wait until another declared application gives up their route.
         self._ready: dict[str, tuple[ConfigRecord, ApplicationSpec]] = {}
@@ -255,7 +255,7 @@ class Building:
             and each.name not in self._busy
             and self._not_before.get(each.name, 0) <= now
         ]
-        # After a loss, build one at a time: a crash must not end the worker of other builds.
+        # After a loss, build one at a time, so that a crash does not end the worker of other builds.
         is_busy = not self._busy.isdisjoint(self._losses.keys() - self._ready.keys())
         alone = [[each] for each in due if each.name in self._losses][: 0 if is_busy else 1]
         together = [each for each in due if each.name not in self._losses]
@@ -290,7 +290,8 @@ class Building:
             self._wake.set()
 
     def _failed(self, records: Sequence[ConfigRecord], error: ServeError) -> dict[str, Built]:
-        """Return the results of a batch that failed as a whole; applications without one are built again."""
+        """Return the results of a batch that failed as a whole; applications without a result are built
+        again."""
         is_alone = len(records) == 1
         if isinstance(error, RequestTimeoutError) and is_alone:
             return {records[0].name: str(error)}

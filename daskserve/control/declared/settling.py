@@ -49,8 +49,7 @@ def settled(
 
     Raises
     ------
-    ServeError
-        One of several cannot be deployed: call this for each of them.
+    ServeError One of several applications cannot be deployed: call this for each of them.
     """
     found = Settled()
     specs: dict[str, ApplicationSpec] = {}
@@ -88,7 +87,8 @@ def settled(
 def waits_for_route(
     state: State, spec: ApplicationSpec, waiting: Mapping[str, ApplicationSpec], together: Collection[str]
 ) -> str | None:
-    """Return why an application must wait for its route; None if it need not wait, or if waiting is useless.
+    """Return why an application must wait for its route; None if it need not wait, or if waiting does not
+    help.
 
     Applications that swap routes wait for each other, and are deployed ``together``.
     """

@@ -72,8 +72,8 @@ def move(replica: ReplicaRecord, event: ReplicaEvent, **changes: Any) -> Replica
     if state is None:
         history = ", ".join(replica.events) or "none"
         raise InvalidTransition(
-            f"Replica {replica.tag} is {replica.state}; {event!s} is not for that state. Its events so far: "
-            f"{history}."
+            f"Replica {replica.tag} is {replica.state}; {event!s} is not valid in that state. "
+            f"Its events so far: {history}."
         )
     if state is S.STOPPED:
         return None

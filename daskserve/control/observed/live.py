@@ -62,7 +62,7 @@ class LiveMetrics:
         self._looked_at = now
 
     def end(self, now: float) -> bool:
-        """Drop all counts if no client has called recently; return whether they were dropped."""
+        """Drop all counts if no client has called recently; return whether this happened."""
         if self.is_watched(now) or self._looked_at == float("-inf"):
             return False
         self._looked_at = float("-inf")

@@ -25,7 +25,7 @@ class MultiplexedModels(PublishedReports):
         return any(state != "loaded" for state in self.get(tag).get("models", {}).values())
 
     def of(self, tag: ReplicaTag) -> dict[str, Any]:
-        """Return the models of a replica by id, with their states, for its status; empty without any."""
+        """Return the models of a replica by id, with their states, for its status; empty if it has none."""
         facts = self.get(tag)
         if not facts:
             return {}

@@ -252,7 +252,7 @@ class Observed:
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
     #: The unexpected error of the last step of a backend, until a step succeeds.
     step_failures: dict[BackendTag, str] = field(default_factory=dict)
-    #: The failure that was logged last, and when, by backend.
+    #: The failure of each backend that was logged last, and the time of that.
     logged_failures: dict[BackendTag, tuple[str, float]] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
@@ -377,7 +377,8 @@ class Observed:
         return None
 
     def _lost_bundle(self, replica: ReplicaRecord) -> int | None:
-        """Return the number of the first bundle whose worker was lost or does not answer; None if none."""
+        """Return the number of the first bundle whose worker was lost or does not answer; None if there is
+        none."""
         workers = enumerate(replica.bundle_workers)
         gone = (n for n, each in workers if each in self.lost_workers or each in self.unresponsive)
         return next(gone, None)
@@ -423,7 +424,7 @@ class Observed:
         if notes.stays is not None and notes.stays == self.moving:
             self.moving = None
         self.deadlines.update(notes.deadlines)
-        # A replica may have answered again in the meantime; that answer stays for the next step.
+        # A replica may have answered again in the meantime; that answer is kept for the next step.
         for replica, config_id in notes.configured.items():
             if self.configured.get(replica) == config_id:
                 del self.configured[replica]

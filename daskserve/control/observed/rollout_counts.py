@@ -54,7 +54,8 @@ class Shadowed:
 
     @property
     def failed_text(self) -> str:
-        """Text about the answers that could not be compared, with the reason; empty if there are none."""
+        """The number of answers that could not be compared, with the reason, as text; empty if there are
+        none."""
         return f"{self.failed} could not be compared: {self.trouble}" if self.failed else ""
 
 

@@ -3,7 +3,7 @@
 Problem: the counts are tested every second, for minutes. A test that is meant to be run once would sooner or
 later find a difference between equal versions. Choice: a bet against the hypothesis that the new version is
 not worse, whose capital is a nonnegative supermartingale. By Ville's inequality, the capital reaches ``1 /
-p`` with a probability of at most ``p``, however often it is tested.
+p`` with a probability of at most ``p``, regardless of how often it is tested.
 
 Each request goes to the new version with the probability ``share``. If both versions are equally good, each
 failed request was sent to the new version with that same probability. This holds for any error rate, even one

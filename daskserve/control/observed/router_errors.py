@@ -29,7 +29,8 @@ class RouterErrors:
         self._reported: dict[BackendTag, _ReportedError] = {}
 
     def report(self, router: str, errors: Mapping[BackendTag, str], now: float) -> list[BackendTag]:
-        """Record the errors that a process reports; return the backends whose error is a new event."""
+        """Record the errors that a process reports; return the backends for which the error is a new
+        event."""
         for tag, known in self._known.items():
             if tag not in errors:
                 known.pop(router, None)

@@ -3,10 +3,11 @@
 Once a second, the controller queries every worker in use for the instance's actors and their health. Each
 answer is complete, so it also reveals changes without an event: an actor that vanished, or one without a
 record. After three consecutive missed answers, a worker is unresponsive: its replicas are replaced at once,
-and routers give up the requests in it. A worker with a proxy is restarted, to free the port.
+and routers give up their requests to it. A worker with a proxy is restarted, to free the port.
 
-After a missed answer, the next query goes through the scheduler: perhaps only the network between the worker
-and the controller is broken. The query after that is direct again, because the scheduler may be unavailable.
+After a missed answer, the next query goes through the scheduler, because perhaps only the network between the
+worker and the controller is broken. The query after that is direct again, because the scheduler may be
+unavailable.
 """
 
 from __future__ import annotations

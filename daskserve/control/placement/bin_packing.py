@@ -75,7 +75,7 @@ def fit(
 
 
 def fill(free: dict[str, float], amounts: Amounts, count: int) -> int:
-    """Subtract these amounts as often as they fit, at most ``count`` times; return the number of times."""
+    """Subtract these amounts as often as possible, at most ``count`` times; return the number of times."""
     most: float = count
     for name, amount in amounts.items():
         if amount > 0:
@@ -182,7 +182,7 @@ class _Search:
     def _go_back(self, trails: list[list[WorkerAddress]], *, is_stuck: bool) -> bool:
         """Remove the last bundle for which another worker may help; return whether there is one.
 
-        ``is_stuck`` says that no worker had room for the next bundle. Moving an equal bundle does not help
+        ``is_stuck`` means that no worker had room for the next bundle. Moving an equal bundle does not help
         then, because equal bundles are interchangeable.
         """
         trails.pop()
@@ -213,7 +213,7 @@ class _Search:
         )
 
     def _count_fitting(self, worker: WorkerAddress) -> int:
-        """Return how many of the next bundles fit on a worker together."""
+        """Return how many of the next bundles fit on a worker at the same time."""
         free, count = dict(self._free_resources.by_worker[worker]), 0
         for amounts in self._bundles[len(self._chosen) :]:
             if all(amount <= free[name] + TOLERANCE for name, amount in amounts.items()):

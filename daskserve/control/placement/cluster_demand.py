@@ -28,8 +28,8 @@ class _NewWorker:
 def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
     """Return the number of additional workers, like the existing ones, that the waiting replicas would fill.
 
-    Replicas that do not fit on any empty worker do not count. Replicas that need another host count only if
-    each worker has its own host, because otherwise new workers would join the existing hosts.
+    Replicas that do not fit even on an empty worker do not count. Replicas that need another host count only
+    if each worker has its own host, because otherwise new workers would join the existing hosts.
     """
     known = [worker for worker in workers if not worker.is_system]
     have_own_hosts = len({worker.host for worker in known}) == len(known)

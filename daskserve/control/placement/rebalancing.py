@@ -94,7 +94,7 @@ class Rebalancer:
 def leaving(
     observed: Observed, notes: Notes, replicas: Mapping[ReplicaTag, ReplicaRecord], *, is_busy: bool
 ) -> tuple[set[ReplicaTag], ReplicaTag | None]:
-    """Return the replicas that leave their workers, and a replica that should have moved but stays.
+    """Return the replicas that leave their workers, and a replica that should have moved but cannot.
 
     A move has the lowest priority: it is cancelled if there is no room, if the new replica does not start, or
     if the backend has anything else to do.

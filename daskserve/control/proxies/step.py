@@ -181,7 +181,7 @@ def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
     """Return the workers that an adaptive cluster must keep.
 
     With one proxy per worker or host, a proxy alone does not keep its worker in the cluster. The only proxy
-    of an instance does, because clients know its address.
+    of an instance does keep its worker, because clients know its address.
     """
     held = set(state.bundles_on())
     if location is Location.HEAD_ONLY:
@@ -193,7 +193,7 @@ def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
 def _found(
     state: State, observed: Observed, result: HttpStep
 ) -> tuple[dict[str, ProxyRecord], list[ProxyRecord]]:
-    """Return the proxies that stay, by name, and those that leave; record lost ones, drop ended ones."""
+    """Return the proxies that are kept, by name, and those that leave; record lost ones, drop ended ones."""
     found: dict[str, ProxyRecord] = {}
     leaving: list[ProxyRecord] = []
     for proxy in state.proxies.values():
@@ -202,7 +202,7 @@ def _found(
         if is_lost:
             result.lost.append(proxy.tag)
         if not proxy.is_leaving:
-            # The record stays, with the host and the port.
+            # The record is kept, with the host and the port.
             found[proxy.name] = replace(proxy, worker=None) if is_lost else proxy
         elif is_lost or proxy.tag in observed.proxies_gone:
             result.change[proxy.key] = None
@@ -217,7 +217,7 @@ def _begin(observed: Observed, wanted: Iterable[ProxyRecord], result: HttpStep) 
     # Oldest first, so that the proxies of an earlier controller are found before new ones start on their
     # hosts.
     for proxy in sorted(wanted, key=lambda each: each.incarnation):
-        # One at a time per host until the first listens, because the first one needs a free port.
+        # Only one proxy per host starts until the first one listens, because the first one needs a free port.
         must_wait = proxy.host in starting_hosts and proxy.host not in ready_hosts
         if _can_answer(observed, proxy) and not is_ready(observed, proxy) and not must_wait:
             starting_hosts.add(proxy.host)

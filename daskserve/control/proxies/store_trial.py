@@ -66,7 +66,7 @@ class StoreTrial:
         self._adopt = adopt
         self._has_proxies = has_proxies
         self.error: StoreTakenError | None = None
-        #: Why the last attempt failed; empty if it did not.
+        #: Why the last attempt failed; empty if it succeeded.
         self._failure = ""
         self._tasks = TaskSet(logger)
 

@@ -41,7 +41,7 @@ class OccupiedResources:
         All bundles.
     by_replicas : mapping
         The first bundle of each replica, which Dask's tasks cannot use. The other bundles of placement groups
-        are for tasks. CPU amounts that add up to less than one thread of a worker are left out.
+        are for tasks. If the CPU amounts on a worker add up to less than one thread, they are left out.
     """
 
     def __init__(self) -> None:

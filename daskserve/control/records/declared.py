@@ -71,7 +71,7 @@ class DeclarationRecord(Origin):
     number : int
         Grows with each change: the version that clients compare.
     request_id : str
-        Id of the client's call, which tells its retry from a second call.
+        Id of the client's call, which distinguishes its retry from a second call.
     instance : dict
         The plain values of a `daskserve.config_file.model.InstanceConfig`, without the applications.
     """

@@ -1,8 +1,8 @@
 """Decisions about the models of a deployment, given its folder and the reports of its replicas. Pure.
 
 A version goes from LOADING to READY once all running replicas have it, or to FAILED with the first replica
-that cannot load it. The old default version serves until then, and for good after a failure. With a plan for
-rollouts, a version that will become the default is ROLLING_OUT between LOADING and READY; see
+that cannot load it. The old default version serves until then, and keeps serving after a failure. With a plan
+for rollouts, a version that will become the default is ROLLING_OUT between LOADING and READY; see
 `daskserve.control.decisions.model_rollouts`.
 """
 

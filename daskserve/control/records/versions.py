@@ -1,6 +1,6 @@
 """The versions of deployments' replicas: the version of the code and a mark of the options. Pure.
 
-A replica's version is all that is known about the options that it was started with. The version of a
+A replica's version is the only information about the options with which it was started. The version of a
 deployment therefore contains a mark of the options that are fixed for the life of a replica. A restart is an
 update to the same code, so the number of restarts is a second mark.
 """

@@ -110,7 +110,7 @@ class DeclaringVerbs(LockingVerbs):
         version: str = "",
         request_id: str = "",
     ) -> dict[str, Any]:
-        """Declare the configuration in the text of a file; the answer contains the warnings about it."""
+        """Declare the configuration in the text of a file; the answer contains warnings about the text."""
         found = await asyncio.to_thread(_read, text, name)
         answer = await self.apply_config(
             found.config.to_plain(),
@@ -140,7 +140,7 @@ class DeclaringVerbs(LockingVerbs):
         apps = {}
         for name, each in built.items():
             apps[name] = planned(core.state, name, each, core.observed.unloadable.keys())
-            await pause()  # lets other tasks run: a thousand applications take half a second
+            await pause()  # lets other tasks run, because a thousand applications take half a second
         return completed(core.state, values, apps, merges=merge)
 
     @verb
@@ -157,7 +157,7 @@ class DeclaringVerbs(LockingVerbs):
         by: str = "",
         request_id: str = "",
     ) -> dict[str, Any]:
-        """Replace the replicas of an application, or of one deployment; the code stays the same."""
+        """Replace the replicas of an application, or of one deployment; the code does not change."""
         request_id = request_id or self._goal_id()
         async with self._deciding([request_id]):
             outcome = restart_decisions.restart(

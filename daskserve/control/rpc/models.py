@@ -52,7 +52,8 @@ class ModelVerbs(LockingVerbs):
     async def load_model(
         self, name: str, model: str, version: str | None = None, is_default: bool = True, by: str = ""
     ) -> dict[str, Any]:
-        """Make all replicas load a version, by default the newest; return its name before they have."""
+        """Make all replicas load a version, by default the newest; return its name before they have loaded
+        it."""
         _, repository = self._find(name)
         self._check_explicit(repository)
         versions = (await self._read(repository)).get(model, [])
@@ -92,7 +93,8 @@ class ModelVerbs(LockingVerbs):
 
     @verb
     async def wait_for_model(self, name: str, model: str, version: str, timeout_s: float) -> dict[str, Any]:
-        """Return the state of a version once it is not LOADING, or after a time; ``""`` if it is unknown."""
+        """Return the state of a version once it is no longer LOADING, or after a time limit; ``""`` if it is
+        unknown."""
         clock = self._core.clock
         deadline = clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:

@@ -32,7 +32,8 @@ class OverviewVerbs:
     async def next_overview(
         self, after: int = 0, events_after: int | None = None, timeout_s: float = 0.0
     ) -> dict[str, Any]:
-        """Return the overview's changes and the events since ``after``; nothing if there are none in time.
+        """Return the overview's changes and the events since ``after``; empty if there are none before the
+        timeout.
 
         Parameters
         ----------

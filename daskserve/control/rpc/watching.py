@@ -32,7 +32,7 @@ class WatchedStatus:
     """The last status, which all watchers share.
 
     Changes of records wake the watchers. Observations, such as a slow start, are read once a period. The
-    status is built at most once in each pause, however many clients watch.
+    status is built at most once in each pause, regardless of the number of watching clients.
     """
 
     def __init__(self, clock: Clock, build: Callable[[], Awaitable[dict[str, Any]]]) -> None:

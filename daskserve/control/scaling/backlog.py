@@ -83,7 +83,7 @@ class Backlog:
             self._task.cancel()
 
     def value(self) -> float | None:
-        """Return the last length; None if there is none or it is stale."""
+        """Return the last length; None if there is no length or it is stale."""
         if self._value is None:
             return None
         length, at = self._value
@@ -119,7 +119,7 @@ class Backlog:
                 raise ValueError(f"the broker reports a length of {length}")
         except TimeoutError:
             self._record_problem(f"the broker has not answered for {shown(REPLY_TIMEOUT_S)} s")
-            await self._close()  # otherwise a late answer would be read as the answer to the next poll
+            await self._close()  # otherwise, a late answer would be read as the answer to the next poll
         except Exception as error:
             # An exception from a broker library must not end the polling loop.
             self._record_problem(masked(str(error)) or type(error).__name__)

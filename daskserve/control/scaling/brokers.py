@@ -1,4 +1,5 @@
-"""Read the lengths of queues: of tasks, and in Redis and RabbitMQ in the layout of Celery and Kombu."""
+"""Read the lengths of queues: of daskserve's tasks, and in Redis and RabbitMQ also in the layout of Celery
+and Kombu."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ class RedisQueue:
             raise OSError(summary_of(error)) from error
 
     async def close(self) -> None:
-        """Disconnect. The pool stays, because it holds the TLS context, which takes 50 ms to create."""
+        """Disconnect. The pool is kept, because it holds the TLS context, which takes 50 ms to create."""
         if self._client is not None:
             await self._client.connection_pool.disconnect()
 

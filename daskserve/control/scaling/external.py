@@ -33,7 +33,7 @@ def restored(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
 
 
 def with_number_of(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
-    """Return the previous record with the number that was set during the change, if one was."""
+    """Return the previous record with the number that was set during the change, if any."""
     if failed.scaled_to is None:
         return previous
     return replace(previous, scaled_to=failed.scaled_to, scalings=failed.scalings)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from tornado.httpclient import AsyncHTTPClient, HTTPError
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 
-#: Largest response body. The result of a query for one value is some hundred bytes.
+#: Largest response body. The result of a query for one value has some hundred bytes.
 MOST_BYTES = 1 << 20
 
 

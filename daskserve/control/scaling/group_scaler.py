@@ -45,7 +45,8 @@ class Member:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Group(ScheduledPolicy[CustomPolicy]):
-    """Backends that share one policy call. ``config`` is the config of one of them and names the policy."""
+    """Backends that share one policy call. ``config`` is the config of one of the members and names the
+    policy."""
 
     config: AutoscalingConfig
     members: dict[BackendTag, None] = field(default_factory=dict)

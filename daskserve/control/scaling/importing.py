@@ -2,10 +2,10 @@
 
 Python has an import lock per module name. The importing thread holds it until the module's code has run, and
 other threads that import the module wait without a timeout. Python only detects deadlocks: if two threads
-wait for each other's module, one continues with a partially initialised module. Code that waits for anything
-else is not detected. The lock belongs to the name, so neither `importlib.invalidate_caches` nor removing the
-module from `sys.modules` releases it. A module that hangs can therefore not be replaced by a fixed module of
-the same name in the same process.
+wait for each other's module, one of them continues with a partially initialised module. Code that waits for
+anything else is not detected. The lock belongs to the name, so neither `importlib.invalidate_caches` nor
+removing the module from `sys.modules` releases it. A module that hangs can therefore not be replaced by a
+fixed module of the same name in the same process.
 """
 
 from __future__ import annotations

@@ -186,7 +186,8 @@ class ScheduledPolicy(Generic[T]):
         task.add_done_callback(done)
 
     async def answer(self, call: PolicyCall[Any]) -> Any:
-        """Return the policy's answer; raise `TimeoutError` while it runs, `UserCodeError` if it failed."""
+        """Return the policy's answer; raise `TimeoutError` if it has none yet, and `UserCodeError` if it
+        failed."""
         self.evaluating = call
         try:
             found = await call.wait()

@@ -80,7 +80,8 @@ class PrometheusQueries:
             await self._clock.sleep(self._interval_s)
 
     async def refresh(self) -> None:
-        """Poll all expressions concurrently. One that fails keeps its last value; a new error is logged."""
+        """Poll all expressions concurrently. An expression that fails keeps its last value; a new error is
+        logged."""
         await asyncio.gather(*(self._ask(name, text) for name, text in self.queries.items()))
 
     async def _url(self) -> str:
@@ -118,7 +119,7 @@ def value_of(body: bytes) -> float:
     try:
         answer: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise ValueError("the answer is not JSON; check that the address is a Prometheus server's") from None
+        raise ValueError("the answer is not JSON; check that a Prometheus server has this address") from None
     if not isinstance(answer, dict) or answer.get("status") != "success":
         said = answer.get("error") if isinstance(answer, dict) else None
         raise ValueError(f"Prometheus refused the query: {said or 'no reason given'}")

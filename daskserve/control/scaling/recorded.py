@@ -39,7 +39,7 @@ def current_bounds(backend: BackendRecord) -> Bounds | None:
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
     """Return a backend's new record with the previous target number.
 
-    The number follows from the load, which does not depend on the code or the options. New bounds apply
+    The number is computed from the load, which does not depend on the code or the options. New bounds apply
     immediately. A backend that was not autoscaled keeps its current number at first.
     """
     if backend.is_scaled_externally:

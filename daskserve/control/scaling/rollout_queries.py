@@ -23,7 +23,7 @@ from daskserve.options.rollout import Gate, RolloutConfig
 
 logger = logging.getLogger("daskserve.controller")
 
-#: Interval of the checks which comparisons are due.
+#: Interval at which to check which comparisons are due.
 CHECK_S = 1.0
 
 #: A backend, the key of a step and the number of a gate.

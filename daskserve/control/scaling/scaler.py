@@ -104,7 +104,7 @@ class Scaler:
         self._tasks = tasks
         self._entries: dict[BackendTag, _ScaledBackend] = {}
         self._wake = asyncio.Event()
-        #: Limits the log of policies that fail now and then, or each time with another text.
+        #: Limits the log for policies that fail intermittently, or with a different text each time.
         self._failures = SparseLog(LOG_S)
         self._fetcher: HTTPFetcher | None = None
         #: Abandoned policy calls that still hang.
@@ -253,7 +253,8 @@ class Scaler:
             self._watch_queries(backend.tag, config, entry)
             self._watch_queue(backend.tag, config, entry)
             if entry.policy_call is not None:
-                # The call still uses the autoscaler, so drop both; its result must have no effect.
+                # The running call still uses the autoscaler, so drop both; the result of the call must have
+                # no effect.
                 self._report_abandoned(backend.tag, entry.policy_call)
                 entry.policy_call.abandon()
                 entry.loader.call = entry.evaluating = entry.autoscaler = None

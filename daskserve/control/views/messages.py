@@ -17,7 +17,7 @@ from daskserve.control.views.rollouts import model_texts, rollout_text
 
 #: Time after which messages mention a replica that is not placed or started.
 SLOW_S = 30.0
-#: Number of restarts that count as a restart loop, and the window in which they happen, in seconds.
+#: Number of restarts that count as a restart loop, and the window within which they must happen, in seconds.
 LOOP_RESTARTS, LOOP_S = 3, 600.0
 
 
@@ -120,7 +120,8 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, *, has_reason: bool) -> str:
-    """Return how often, for how long and why replicas restart in a loop; empty if they do not.
+    """Return how often, for how long and why replicas restart in a loop; empty if they do not restart in a
+    loop.
 
     ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time, for
     example because a worker was lost, count once.

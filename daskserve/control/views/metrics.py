@@ -19,7 +19,7 @@ from daskserve.control.views.applications import application_word
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.table import MetricSample
 
-#: Numbers in the autoscaler's reasons; as part of a label, each would create a new series.
+#: Numbers in the autoscaler's reasons; in a label, each number would create a new series.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 MAX_REASON = 80
 

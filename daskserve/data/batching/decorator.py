@@ -85,7 +85,7 @@ def batch(
         (default: this time) are upper bounds. Not for generators, and not with ``batch_size_fn``.
     preferred_batch_sizes : list of int
         Sizes for which the model is optimized, up to ``max_batch_size``. As soon as enough calls wait for one
-        of them, a batch of the largest such size runs; other sizes run when the wait is over. Not with
+        of these sizes, a batch of the largest such size runs; other sizes run when the wait is over. Not with
         ``batch_size_fn`` or ``latency_target_s``.
 
     Raises

@@ -8,8 +8,8 @@ starts at once if no other batch runs and one of these conditions is true:
 2. The queue holds all requests that run in the replica, and no recent batch ended with more calls in the
    queue and in batches. The first batch always waits.
 
-Without the second half of condition 2, the first of 16 clients to get its answer would run alone, and the
-others after it. If the model takes as long for one call as for 16, this halves the throughput.
+Without the second half of condition 2, the first of 16 clients to get its answer would run alone, and then
+the others without it. If the model takes as long for one call as for 16, this halves the throughput.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from daskserve.common.formatting import shown
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How many batches are remembered. After a client has left, this many batches wait in vain.
+#: How many batches are remembered. After a client has disconnected, this many batches wait although no call
+#: arrives.
 REMEMBERED = 16
 #: Number of consecutive waits without a new call after which a warning is logged.
 VAIN = 500

@@ -2,7 +2,7 @@
 
 Each instance has its own queues, one per event loop, created on first use. The queues live as long as the
 instance, and reference it only while its calls wait or run. Replicas may share a class or a function within
-one process, so limits that change at run time belong to the instance too.
+one process, so limits that change at run time also belong to the instance.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ class _BatchRunner:
         return self.size_fn(first)
 
     def _begin(self, items: Sequence[_Item]) -> Any:
-        # A batch belongs to no single request: the deadline and id of one would be wrong for the others.
+        # A batch belongs to several requests, so the deadline and id of one of them would be wrong for the
+        # others.
         current_request.set(None)
         current_members.set([item.request for item in items if item.request is not None])
         first = items[0]

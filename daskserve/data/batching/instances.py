@@ -115,7 +115,7 @@ class InstanceFunction(FunctionLike, Generic[StateT]):
         return found[1]
 
     def _new_state(self, ref: weakref.ref[Any]) -> StateT:
-        """Return a state for the instance of a reference."""
+        """Return a new state for the instance to which ``ref`` refers."""
         raise NotImplementedError
 
     def _state(self) -> StateT:

@@ -191,7 +191,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def _joins_a_wait(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
         """Return whether a new entry only joins a batch that is already waiting.
 
-        This is true of most entries, and `reconsider` takes longer than everything else in `add`.
+        This is true for most entries, and `reconsider` takes longer than everything else in `add`.
         """
         limits, early_start = self._limits, self._early_start
         return (
@@ -243,9 +243,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return key_queue.entries[0].priority > BATCH_PRIORITY
 
     def _next_key_queue(self) -> tuple[Hashable, int] | None:
-        """Return the key and size of the next batch; None if none is due.
+        """Return the key and size of the next batch; None if no batch is due.
 
-        If several are due, the one with the greatest priority is next, then the one that has waited longest.
+        If several are due, the next one is the one with the greatest priority, then the one that has waited
+        longest.
         """
         found: tuple[int, int, Hashable, int] | None = None
         now = asyncio.get_running_loop().time()
@@ -268,7 +269,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return early_start is not None and not self._tasks and early_start.has_all(self.queued())
 
     def _due_at(self, first: BatchEntry[ItemT, ResultT]) -> float:
-        """Return when a batch with this first item runs, whatever its size."""
+        """Return when a batch with this first item runs, regardless of its size."""
         limits = self._limits
         began = max(first.added_at, self._ended_at) if limits.restarts_wait else first.added_at
         return began + limits.wait_s
@@ -286,7 +287,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 size = self._measure([entry.item for entry in entries[: key_queue.fitting + 1]], limit)
             except BaseException as error:  # even SystemExit in user code, which must not end the loop
                 if key_queue.fitting:
-                    # Each item is valid alone, so the next one belongs to another batch.
+                    # Each item is valid alone, so the next item belongs to another batch.
                     key_queue.is_full = True
                 else:
                     _settle([entries.pop(0)], [error])  # the limit was lowered in the meantime

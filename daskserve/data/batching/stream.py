@@ -15,7 +15,8 @@ from daskserve.common.clock import LoopClock
 from daskserve.data.batching.results import as_results
 from daskserve.payload.packed_errors import raisable
 
-#: Maximum number of results that wait for a reader. It is large, so that a slow reader rarely blocks others.
+#: Maximum number of results that wait for a reader. The limit is large, so that a slow reader rarely blocks
+#: others.
 MAX_BUFFERED_RESULTS = 1000
 
 

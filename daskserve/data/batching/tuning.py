@@ -166,7 +166,7 @@ class BatchTuner:
     def _end_period(self, now: float, passed: float) -> None:
         period = self._period
         rate, late = period.items / passed, period.late / max(1, period.items)
-        # One item in a hundred may be late; beyond that, the share of late items decides.
+        # Up to one item in a hundred may be late; beyond that, the share of late items decides.
         score = rate if late <= 0.01 else rate * (0.5 - 0.49 * late)
         busy = period.busy_s / passed / self._max_running
         load = (rate, float(max(self._peak, self._peak_before)))

@@ -15,7 +15,7 @@ Wait: TypeAlias = Callable[[float | None], bool]
 
 #: How long a Dask task waits before it frees its thread for others. Freeing costs more than a short call.
 BRIEF_S = 0.005
-#: Interval at which a task that may not free its thread yet tries again.
+#: Interval at which a task that may not free its thread yet tries to do so again.
 ASK_S = 0.05
 
 

@@ -32,7 +32,8 @@ class BodyLimits:
 
     @property
     def largest_bytes(self) -> float:
-        """The largest size that a backend sets; 0 if none does, infinity until all are published."""
+        """The largest size that a backend sets; 0 if no backend sets one, infinity until all are
+        published."""
         return math.inf if self._unknown else max(self._max_bytes.values(), default=0)
 
     def watched(self, key: str, note: Callable[[Any], None]) -> Callable[[Any], None]:

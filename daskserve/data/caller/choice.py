@@ -79,7 +79,8 @@ C = TypeVar("C", bound=Candidate)
 def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C:
     """Return the less loaded of two random candidates; ``candidates`` must not be empty.
 
-    Power of two choices: close to the best candidate, at a cost that does not grow with their number.
+    Power of two choices: close to the best candidate, at a cost that does not depend on the number of
+    candidates.
     """
     count = len(candidates)
     if count == 1:

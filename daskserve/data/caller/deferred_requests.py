@@ -20,7 +20,7 @@ class DeferredRequests:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Wait until the request may be sent; call `release` once it has a slot or is refused."""
+        """Wait until the request may be sent; call `release` once the request has a slot or is refused."""
         if self._sent < MAX_SENT:
             self._sent += 1
             return

@@ -22,8 +22,8 @@ def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
 def _cookie(header: str, name: str) -> str:
     """Return the value of a cookie.
 
-    Browsers send values that no RFC allows, such as JSON. `http.cookies` would drop all cookies because of
-    one such value.
+    Browsers send values that no RFC allows, such as JSON. Because of one such value, `http.cookies` would
+    drop all cookies.
     """
     for part in header.split(";"):
         known, _, value = part.partition("=")

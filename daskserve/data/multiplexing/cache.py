@@ -88,7 +88,7 @@ class ModelCache:
         self._uses = 0
         #: The number of `models` that have a place, and their total size.
         self._kept = self._kept_bytes = 0
-        #: The size of the model that was loaded last; None before the first.
+        #: The size of the model that was loaded last; None before the first load.
         self._last_bytes: int | None = None
         #: The count and the size of dropped models.
         self._dropped: OrderedDict[str, tuple[float, int, int]] = OrderedDict()
@@ -136,7 +136,7 @@ class ModelCache:
     # ---- room
 
     def admit(self, entry: CachedModel) -> None:
-        """Give a model a place; it may be loaded once `must_wait` is False."""
+        """Give a model a place; the model may be loaded once `must_wait` is False."""
         entry.size_bytes = (self._expected(entry) or 0) if self.max_bytes is not None else 0
         entry.state = LOADING
         self._kept += 1
@@ -165,7 +165,7 @@ class ModelCache:
         return self.max_bytes is not None and self._kept_bytes > self.max_bytes
 
     def victims(self, entry: CachedModel, requesters: Collection[int] = ()) -> list[CachedModel] | None:
-        """Return the models to drop for one that waits; None if it has to wait, because all are in use.
+        """Return the models to drop for one that waits; None if it has to wait because all models are in use.
 
         The first candidates are models that load although no request waits for them. Unused models come next,
         then models that are used only by requests that wait for this model.
@@ -260,7 +260,7 @@ class ModelCache:
             self.leaving.remove(entry)
 
     def idle_since(self, before: float) -> list[CachedModel]:
-        """Return the models that are not pinned, not in use, and were last used before a time."""
+        """Return the models that are not pinned, not in use, and were last used before the given time."""
         return [
             each
             for each in self.models.values()

@@ -195,9 +195,9 @@ class ModelLoader:
             ready.set_exception(
                 ModelCapacityError(
                     f"This replica had no room for model {short_id(load.entry.id)!r} within "
-                    f"{shown(ROOM_TIMEOUT_S)} s, because running requests use all of its models, "
-                    f"{len(self.cache.models) - len(self._loads)}. Increase max_num_models_per_replica, or "
-                    "the number of replicas."
+                    f"{shown(ROOM_TIMEOUT_S)} s, because running requests use all of its "
+                    f"{len(self.cache.models) - len(self._loads)} models. Increase "
+                    "max_num_models_per_replica, or the number of replicas."
                 )
             )
 

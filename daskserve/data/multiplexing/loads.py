@@ -33,7 +33,7 @@ class Load:
         self.task: asyncio.Task[None] | None = None
         #: The future of each caller, with the caller's event loop.
         self.waiters: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
-        #: How often each request waits, by the ``id`` of the request, which Python may reuse later.
+        #: The number of waits of each request, by the ``id`` of the request, which Python may reuse later.
         self.requesters: Counter[int] = Counter()
         #: The greatest priority of these requests.
         self.priority: float = -math.inf

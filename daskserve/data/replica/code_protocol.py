@@ -25,7 +25,8 @@ class UserCode(Protocol):
     """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
 
     slots: Slots
-    #: The current stage of the start, and when its time limit began; 0 for the beginning of the stage.
+    #: The current stage of the start, and the time when its time limit began; 0 for the beginning of the
+    #: stage.
     stage: Stage
     stage_since: float
 
@@ -98,7 +99,7 @@ class UserCode(Protocol):
         """Close the WebSockets with code 1001."""
 
     async def drain(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for the running requests; no new ones arrive."""
+        """Wait up to ``grace_s`` for the running requests; at this point, no new ones arrive."""
 
     async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel running code, and destruct the user's object.

@@ -127,7 +127,7 @@ class HealthWatch:
 async def probe_liveness(
     executor: UserExecutor, servable: Servable, replica_tag: str, concurrency: int
 ) -> None:
-    """Return if user code can run in its loop and threads; else raise `UnavailableError`, or hang."""
+    """Return if user code can run in its loop and threads; otherwise raise `UnavailableError`, or hang."""
     if servable.is_plain_at_all:
         if executor.abandoned >= concurrency:
             raise UnavailableError(

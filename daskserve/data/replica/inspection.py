@@ -22,7 +22,7 @@ from daskserve.telemetry.profiling.threads import stack_frames
 
 #: Maximum duration of a profile.
 MAX_SECONDS = 60.0
-#: How long a memory profile may take in addition to its duration; a large process needs much time.
+#: How long a memory profile may take in addition to its duration; a large process needs a long time.
 MEMORY_S = 30.0
 #: Name prefixes of threads of Dask, daskserve and other replicas.
 _OTHERS = ("daskserve-", "Dask-", "IO loop", "Profile", "TCP-Executor")
@@ -109,7 +109,8 @@ class LocalInspection:
     def _threads(self) -> Mapping[int, CodeThread]:
         """Return the threads of the replica's code, and the threads that the code may have started.
 
-        In a process with several replicas, the latter are omitted, because any replica may have started them.
+        In a process with several replicas, such threads are omitted, because any replica may have started
+        them.
         """
         executor = self._find_executor()
         if executor is None:

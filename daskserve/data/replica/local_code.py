@@ -469,8 +469,8 @@ class LocalCode:
 async def _add_app_threads(count: int) -> None:
     """Change the number of threads for the plain functions of applications on this loop.
 
-    AnyIO allows FastAPI and Starlette 40 threads for each event loop. Each slot of a replica adds one, so a
-    request with a slot never waits for the thread of another request.
+    AnyIO allows FastAPI and Starlette 40 threads for each event loop. Each slot of a replica adds one thread,
+    so a request with a slot never waits for the thread of another request.
     """
     current_default_thread_limiter().total_tokens += count
 

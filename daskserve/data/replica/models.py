@@ -43,14 +43,15 @@ class Models(Protocol):
     """The models of user code, in this process or in a child process."""
 
     async def want(self, wanted: Mapping[str, Any]) -> None:
-        """Load and unload models until they are the wanted ones; return before that is done.
+        """Load and unload models until the loaded ones match the wanted ones; return before that.
 
         ``wanted`` is ``{name: {"versions": {version: attempt}, "default": version}}``. During a rollout,
         ``"split"`` has the ``key`` of its step, the new ``version`` and its ``share`` of the requests.
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the loaded versions, the defaults, and the errors with their attempts; empty without any."""
+        """Return the loaded versions, the defaults, and the errors with their attempts; empty if there is no
+        repository."""
 
     def multiplexed(self) -> Mapping[str, Any]:
         """Return the models of multiplexed functions; see `Multiplexer.facts`."""
@@ -178,7 +179,7 @@ class ReplicaModels(Models):
                 self._errors.pop(key, None)
 
     async def _load(self, executor: UserExecutor, servable: Servable, name: str, version: str) -> None:
-        """Load a version within ``load_timeout_s``; code that hangs stays in its thread."""
+        """Load a version within ``load_timeout_s``; if the code hangs, it stays in its thread."""
         assert self._repository is not None
         url, limit_s = self._repository["url"], self._repository["load_timeout_s"]
         self._loading[f"{name}/{version}"] = self._clock.now()

@@ -143,8 +143,8 @@ class Replica:
         """Apply changed options without a restart.
 
         The user's ``reconfigure`` is called if ``user_config`` has changed. If it takes the rank, it is also
-        called when the rank has changed. Meanwhile the replica takes no requests, so that none sees an
-        incomplete change.
+        called when the rank has changed. During this time, the replica takes no requests, so that no request
+        runs while a change is incomplete.
 
         Parameters
         ----------

@@ -48,7 +48,7 @@ SLOT_PATIENCE_S = 2.0
 LONG_PATIENCE_S = 3600.0
 #: The maximum waiting time of a task that counts in the queue for a slot.
 LONGEST_WAIT_S = 3600.0
-#: How long requests may take slots from the share of tasks.
+#: Maximum time for which requests may take slots from the share of tasks.
 SHORT_S = 1.0
 #: The pause after a task found no slot.
 BUSY_PAUSE_S = 0.2
@@ -58,9 +58,8 @@ class TaskSlots:
     """Computes how many tasks a replica may run beside its requests.
 
     Requests come first. But a constant stream of requests would leave no slot for tasks. So once tasks have
-    had fewer slots than their share for `SHORT_S`, they wait for slots of that share like requests, in the
-    order of their waiting times. If the share covers all slots, only requests get slots for `SHORT_S` after
-    each task.
+    had fewer slots than their share for `SHORT_S`, they wait for slots of that share like requests, ordered
+    by waiting time. If the share covers all slots, only requests get slots for `SHORT_S` after each task.
     """
 
     def __init__(self, share: float) -> None:
@@ -68,7 +67,7 @@ class TaskSlots:
         self._short_since: float | None = None
 
     def __call__(self, concurrency: int, ongoing: int, running: int, now: float) -> int:
-        """Return how many tasks may run or wait; ``running`` is how many of them do so now."""
+        """Return how many tasks may run or wait; ``running`` is the number of tasks that do so now."""
         left = max(0, concurrency - max(0, ongoing - running))
         least = max(1, int(self._share * concurrency)) if self._share else 0
         if running and least >= concurrency:

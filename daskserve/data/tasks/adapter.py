@@ -1,7 +1,7 @@
 """The interface of adapters to task queues, with Ray Serve's names.
 
-daskserve's own queues implement it in `daskserve.data.tasks.durable`. A custom adapter takes the config in
-its constructor, and calls the registered functions, each of which runs a handler in the replica.
+daskserve's own queues implement it in `daskserve.data.tasks.durable`. A custom adapter gets the config in its
+constructor, and calls the registered functions, each of which runs a handler in the replica.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TaskProcessorAdapter(ABC):
         """Begin to consume tasks."""
 
     def pause_consumer(self) -> None:  # noqa: B027 - most need none
-        """Take no more tasks, and return at once: the replica drains before it stops."""
+        """Take no more tasks, and return at once, because the replica drains before it stops."""
 
     @abstractmethod
     def stop_consumer(self, timeout: float = 10.0) -> None:

@@ -36,9 +36,9 @@ ASK_S = 1.0
 LOOP_S = 4.0
 #: The delay before the first retry, in seconds, which doubles up to the maximum.
 BACKOFF_S, MAX_BACKOFF_S = 1, 60
-#: Maximum pause before a task that its replica cannot begin returns to the queue, in seconds.
+#: Maximum pause before a task that its replica cannot start returns to the queue, in seconds.
 RETURN_S = 0.2
-#: Number of times that a task may lose its process; after one more, the task has failed.
+#: Number of times that a task may lose its process; after one more loss, the task has failed.
 MAX_LOSSES = 10
 #: The header of a message that counts these losses.
 LOSSES = "daskserve_losses"
@@ -212,7 +212,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             logger.exception("Queue %r: Celery's worker ended", self.config.queue_name)
 
     def pause_consumer(self) -> None:
-        """Take no more tasks; those that wait in this process go back."""
+        """Take no more tasks; those that wait in this process return to the queue."""
         consumer: Any = None if self._worker is None else self._worker.consumer
 
         def pause() -> None:
@@ -256,7 +256,7 @@ class _Letters:
         self._config, self._app = config, app
 
     def failed(self, name: str, exc: Exception, id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Send the dead letter of a task that has failed for good."""
+        """Send the dead letter of a task that has failed permanently."""
         parts = [id, str(exc), list(args), dict(kwargs), str(einfo)]
         self._send(name, self._config.failed_task_queue_name, parts)
 

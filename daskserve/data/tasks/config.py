@@ -84,9 +84,9 @@ class FileOptions(DurableOptions):
 
     synchronous: bool = Field(
         False,
-        description="Whether each change waits until it is on the disk, so that it survives a power loss. "
-        "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
-        "is up to a hundred times as fast.",
+        description="Whether each change waits until it is on the disk, so that it survives a power "
+        "loss. If not, changes survive the end of any process, but the last ones may be lost in a power "
+        "loss; submitting is up to a hundred times as fast.",
     )
 
 
@@ -97,8 +97,8 @@ class InstanceAdapterConfig(FileOptions):
         0.2,
         ge=0.005,
         le=60.0,
-        description="How often the instance looks for tasks that become due, for all idle consumers of a "
-        "queue together, in seconds. A new task reaches one of them at once.",
+        description="How often the instance checks a queue for tasks that become due, in seconds, once "
+        "for all its idle consumers. A new task reaches an idle consumer at once.",
     )
 
 
@@ -108,8 +108,8 @@ class SQLiteAdapterConfig(FileOptions):
     path: str = Field(
         "~/.daskserve/tasks.sqlite",
         min_length=1,
-        description="The file, which all consumers and all programs that submit tasks must see, on a disk of "
-        "their machine: an absolute path, or one that begins with `~`.",
+        description="Path of the file: absolute, or beginning with `~`. It must be on a disk of the "
+        "machine on which all consumers run and tasks are submitted.",
     )
 
     @field_validator("path")
@@ -132,9 +132,10 @@ class RedisAdapterConfig(DurableOptions):
 
     url: Annotated[Secret, Masked(masked)] = Field(
         "redis://localhost:6379/0",
-        description="The server, such as `redis://localhost:6379/0`, or a reference to a variable or file.",
+        description="URL of the server, such as `redis://localhost:6379/0`, or a reference to a variable "
+        "or file.",
     )
-    prefix: str = Field("daskserve", min_length=1, description="How the names of its keys begin.")
+    prefix: str = Field("daskserve", min_length=1, description="Prefix of the names of all keys.")
 
     @model_validator(mode="after")
     def _has_scheme(self) -> RedisAdapterConfig:
@@ -156,10 +157,10 @@ class CeleryAdapterConfig(Options):
     broker_transport_options: dict[str, Any] | None = Field(
         None, description="The ``broker_transport_options`` of Celery."
     )
-    app_custom_config: dict[str, Any] | None = Field(None, description="More settings of the Celery app.")
-    task_custom_config: dict[str, Any] | None = Field(None, description="More options of each task.")
+    app_custom_config: dict[str, Any] | None = Field(None, description="Further settings of the Celery app.")
+    task_custom_config: dict[str, Any] | None = Field(None, description="Further options of each task.")
     worker_concurrency: int | None = Field(
-        None, ge=1, description="Threads of a consumer. Default: ``max_ongoing_requests``."
+        None, ge=1, description="Number of threads of a consumer. Default: ``max_ongoing_requests``."
     )
 
 
@@ -174,14 +175,16 @@ _ADAPTERS: Mapping[type, str] = {
 class TaskSchedule(Options):
     """A task that is submitted on a schedule: once at each time, regardless of the number of consumers."""
 
-    task: str = Field(min_length=1, description="The handler.")
+    task: str = Field(min_length=1, description="Name of the handler.")
     cron: str | None = Field(
-        None, description="When, as a cron expression of five fields, such as `30 8 * * mon-fri`."
+        None,
+        description="Times at which a task is created, as a cron expression of five fields, such as `30 "
+        "8 * * mon-fri`.",
     )
     every_s: float | None = Field(
-        None, ge=1.0, description="The interval of the task in seconds, instead of ``cron``."
+        None, ge=1.0, description="Interval between two tasks in seconds, instead of ``cron``."
     )
-    timezone: str = Field("UTC", description="The time zone of the cron expression, such as Europe/Paris.")
+    timezone: str = Field("UTC", description="Time zone of the cron expression, such as Europe/Paris.")
     args: list[Any] = Field(default_factory=list, description="Positional arguments of the handler.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the handler.")
     priority: int = Field(0, ge=-100, le=100, description="Priority of its tasks.")
@@ -189,8 +192,8 @@ class TaskSchedule(Options):
         60.0,
         ge=0.0,
         le=MAX_CATCH_UP_S,
-        description="How late a task may still be created if no consumer ran at its time, in seconds. Of "
-        "several missed times, only the last one gets a task.",
+        description="If no consumer ran at the time of a task, how late the task may still be created, "
+        "in seconds. If several times were missed, only the last one gets a task.",
     )
 
     @model_validator(mode="after")
@@ -217,7 +220,7 @@ class TaskSchedule(Options):
 class TaskProcessorConfig(Options):
     """A queue of tasks: its name, its location, and how its tasks run. Consumers and submitters share it."""
 
-    queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="The name of the queue.")
+    queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="Name of the queue.")
     adapter: str | Callable[..., Any] | None = Field(
         None,
         description="The class of the adapter, or its import path. Default: the adapter that matches "
@@ -230,24 +233,28 @@ class TaskProcessorConfig(Options):
         "`RedisAdapterConfig`, or the options of your own adapter. Default: `InstanceAdapterConfig()`.",
     )
     max_retries: int | None = Field(
-        3, ge=0, description="How often a task that failed is tried again. None: for ever."
+        3, ge=0, description="Maximum number of retries of a failed task. None: no limit."
     )
     slot_share: float = Field(
         0.25,
         ge=0.0,
         le=1.0,
-        description="Share of a replica's `max_ongoing_requests` that tasks can claim, at least one slot: "
-        "once tasks have had fewer slots for a second, they queue together with requests. The longer this "
-        "queue, the smaller the share that they get. 0: tasks get only slots that requests leave free.",
+        description="Share of a replica's `max_ongoing_requests` that tasks can claim, but at least one "
+        "slot. Once tasks have held fewer slots for a second, they wait in the same queue as requests; the "
+        "longer this queue, the less of the share they get. 0: tasks get only the slots that requests "
+        "leave free.",
     )
     failed_task_queue_name: str | None = Field(
-        None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."
+        None,
+        min_length=1,
+        max_length=MAX_NAME,
+        description="Queue that gets the tasks that failed permanently.",
     )
     unprocessable_task_queue_name: str | None = Field(
         None,
         min_length=1,
         max_length=MAX_NAME,
-        description="The queue that gets tasks that no handler can run.",
+        description="Queue that gets the tasks that no handler can run.",
     )
     schedules: dict[str, TaskSchedule] = Field(
         default_factory=dict, description="Tasks that consumers create at given times, by name."

@@ -3,11 +3,9 @@
 A consumer runs on one event loop; queues block, so they are called in threads. Its loops are independent of
 each other, and each one continues after the queue was unreachable:
 
-- one takes as many tasks as there is room for;
-- one writes how tasks ended, many tasks in one step;
-- one renews leases, and finds tasks that were cancelled or given to another consumer;
-- one finds tasks of lost consumers, and removes tasks that ended long ago;
-- one creates the tasks of schedules.
+- one takes as many tasks as there is room for; - one writes how tasks ended, many tasks in one step; - one
+renews leases, and finds tasks that were cancelled or given to another consumer; - one finds tasks of lost
+consumers, and removes tasks that ended long ago; - one creates the tasks of schedules.
 
 The end of a task counts once it is written. If a consumer is killed before, the task runs again elsewhere.
 """
@@ -199,7 +197,7 @@ class TaskConsumer:
                 failures += 1
                 if not isinstance(error, TaskQueueError):
                     logger.exception("Queue %r: the consumer failed, and goes on", self._name)
-                # a single failure may be the end of the instance, which also stops this consumer
+                # A single failure may be the end of the instance, which also stops this consumer.
                 elif failures == 2:
                     logger.warning("%s", error)
             await _elapsed(self._clock, self._closing, pause_s)
@@ -274,7 +272,7 @@ class TaskConsumer:
         self._has_ended.set()
 
     def _letter(self, task: Task) -> Task | None:
-        """Return the dead letter of a task that has failed for good, if the queue has dead letters."""
+        """Return the dead letter of a task that has failed permanently, if the queue has dead letters."""
         config = self._config
         names = {
             TaskState.FAILED: ("failed", config.failed_task_queue_name),
@@ -285,7 +283,8 @@ class TaskConsumer:
             return None
         payload = dead_letter(kind, task.id, task.name, task.payload, task.error)
         now = task.ended_at
-        # A task that is retried may fail for good again, and other queues may have a task with this id.
+        # A retried task may fail permanently a second time, and other queues may have a task with this
+        # id.
         id = f"{task.id}#{self._rng.getrandbits(64):016x}"
         return Task(id, queue, task.name, payload, now, now)
 
@@ -302,7 +301,7 @@ class TaskConsumer:
             except TaskQueueError:
                 raise
             except Exception:
-                # One of them can never be written, so write them one by one.
+                # One of them can never be written, so write them individually.
                 for each in batch:
                     await self._write_alone(*each)
 
@@ -336,7 +335,8 @@ class TaskConsumer:
                 self._ended[key] = _without_end(held.task, error, self._clock.wall(), self._rules)
 
     def _forget(self, key: Key) -> None:
-        """Drop a task whose end is written, or which another consumer has; there is room for another one."""
+        """Drop a task whose end is written, or which another consumer has taken over; there is room for
+        another one."""
         self._ended.pop(key, None)
         self._held.pop(key, None)
         self._has_room.set()
@@ -353,7 +353,8 @@ class TaskConsumer:
 
     def _is_held(self, key: Key, kept: Task) -> bool:
         """Return whether the queue's copy of a task belongs to the same run as this consumer's copy."""
-        # A task that was returned and claimed here again has changed twice; a cancellation is one change.
+        # A task that was returned and claimed here again has changed twice, whereas a cancellation is one
+        # change.
         return key in self._held and kept.owner == self._owner and kept.revision <= key[1] + 1
 
     # ---- leases

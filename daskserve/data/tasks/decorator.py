@@ -47,7 +47,7 @@ def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[Cl
             f"task_processor_config is of type {type(task_processor_config).__name__}; give a "
             "TaskProcessorConfig"
         )
-    _ = task_processor_config.adapter_path  # raises an error about the adapter here, not in the replica
+    _ = task_processor_config.adapter_path  # raises an error about the adapter here, and not in the replica
 
     def decorate(cls: ClassT) -> ClassT:
         if not inspect.isclass(cls):

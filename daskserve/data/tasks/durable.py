@@ -118,8 +118,8 @@ class DurableAdapter(TaskProcessorAdapter):
             The arguments exceed ``max_payload_bytes``.
         TaskConflictError
             The id belongs to a task with another handler or other arguments.
-        TaskQueueError
-            The queue cannot be reached; submit it again, with an id if it must not run twice.
+        TaskQueueError The queue cannot be reached; submit the task again, with an id if it must not run
+        twice.
         """
         return self.submit_many([{"task_name": task_name, "args": args, "kwargs": kwargs, **options}])[0]
 
@@ -137,7 +137,7 @@ class DurableAdapter(TaskProcessorAdapter):
         if task is None or (task.has_ended and task.expires_at <= time_of_day()):
             raise NotFoundError(
                 f"Queue {self._name!r} has no task with the id {task_id!r:.200}: it was never submitted, or "
-                "it ended so long ago that it is forgotten."
+                "it ended so long ago that it was removed."
             )
         return task
 
@@ -186,7 +186,8 @@ class DurableAdapter(TaskProcessorAdapter):
             self._thread = _ConsumerThread(self, self._handlers, self._concurrency)
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
-        """Take no more tasks, and wait for running ones; those that still run then return to the queue."""
+        """Take no more tasks, and wait for running ones; tasks that still run after the timeout return to the
+        queue."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop(timeout)

@@ -27,7 +27,7 @@ from daskserve.options.fields.priority import MAX_PRIORITY
 MAX_WAIT_S = 300.0
 #: Interval of comments in a stream without events, so that proxies do not close it.
 HEARTBEAT_S = 15.0
-#: The limit of a body if the queue has none.
+#: The maximum size of a body if the queue sets none.
 MAX_BODY = 1_048_576
 _SCALARS = (str, int, float, type(None))
 

@@ -34,7 +34,8 @@ def next_time(schedule: TaskSchedule, after: float) -> float:
 
 
 def last_time(schedule: TaskSchedule, after: float, now: float) -> float:
-    """Return the latest time of a schedule after a time and up to now; if there is none, the next time.
+    """Return the latest time of a schedule after a given time and up to now; if there is none, return the
+    next time.
 
     The cost grows with the logarithm of the time span, not with the number of times.
     """

@@ -191,7 +191,8 @@ class SourceReader:
         self._reading.spawn(self._run(), "source")
 
     async def stop(self) -> None:
-        """Read no more, and wait until all items that were read are handled; cancelling this cancels them."""
+        """Read no more, and wait until all items that were read are handled; cancelling the wait cancels
+        them."""
         try:
             await self._reading.close()
             await self._tasks.wait()

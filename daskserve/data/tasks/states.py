@@ -2,7 +2,7 @@
 
 A queue stores tasks, and consumers run them. All kinds of queues apply the functions of this module to a
 `Task`, and write the result only if the task's ``revision`` is still the one that was read. So if two
-consumers run the same task, because the first one seemed dead, only one of them ends it.
+consumers run the same task, because the first one seemed lost, only one of them ends it.
 
 Times are seconds since the epoch, because tasks outlive processes; they are arguments.
 """
@@ -126,7 +126,8 @@ class Task:
         return self.state in ENDED
 
 
-#: The fields that never change, without the payload, and those that transitions change, without the progress.
+#: The fields that never change, without the payload, and the fields that transitions change, without the
+#: progress.
 FIXED = ("id", "queue", "name", "created_at", "priority", "digest", "result_ttl_s")
 CHANGED = tuple(each.name for each in fields(Task) if each.name not in {*FIXED, "payload", "progress"})
 
@@ -189,7 +190,7 @@ def done(task: Task, result: bytes, now: float, rules: RetryRules) -> Task:
 def failed(
     task: Task, error: str, now: float, chance: float, rules: RetryRules, *, is_final: bool = False
 ) -> Task:
-    """Return the task after a failed attempt: waiting for a retry, or failed for good."""
+    """Return the task after a failed attempt: waiting for a retry, or failed permanently."""
     if task.is_cancelled:
         return stopped(task, now, rules)
     retries = task.retries + 1

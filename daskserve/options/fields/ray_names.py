@@ -94,7 +94,8 @@ OTHER_NAMES: Mapping[str, str] = {
 def missing_name(module: str, name: str) -> Exception:
     """Return the error for a name that a module does not have; call it in the module's ``__getattr__``.
 
-    ``from module import name`` hides the text of an `AttributeError`; there, the error is an `ImportError`.
+    ``from module import name`` hides the text of an `AttributeError`, so in that case the error is an
+    `ImportError`.
     """
     if name not in OTHER_NAMES:
         return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -107,8 +107,8 @@ def _read(path: str, what: str, where: str) -> str:
     except ValueError as error:
         problem = str(error)
     raise BadRequestError(
-        f"{what} is {{'file': {path!r}}}, which cannot be read {where}: {problem}. Put the secret there, "
-        "and let the user of that process read it."
+        f"{what} is {{'file': {path!r}}}, which cannot be read {where}: {problem}. Put the secret into "
+        "that file, and give the user of that process read access."
     )
 
 

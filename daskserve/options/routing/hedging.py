@@ -18,13 +18,12 @@ class HedgingConfig(Options):
         0.95,
         ge=0.5,
         lt=1,
-        description="A second attempt begins once a request takes longer than this quantile of the recent "
-        "latencies.",
+        description="Quantile of the recent latencies after which a request gets a second attempt.",
     )
     budget: float = Field(
-        0.05, gt=0, le=0.5, description="Maximum share of the requests that get a second attempt."
+        0.05, gt=0, le=0.5, description="Maximum share of requests that get a second attempt."
     )
-    min_delay_s: float = Field(0.005, ge=0, description="Minimum time before a second attempt, in seconds.")
+    min_delay_s: float = Field(0.005, ge=0, description="Minimum delay before a second attempt, in seconds.")
 
     def published(self) -> dict[str, Any]:
         """Return the options that the processes that send requests need."""

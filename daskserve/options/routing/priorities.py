@@ -21,8 +21,9 @@ class PriorityConfig(Options):
 
     header: str | None = Field(
         None,
-        description="Header with the priority of an HTTP request, a number or one of ``classes``; another "
-        "value counts as 0. None: HTTP requests have priority 0, since any client could choose its own.",
+        description="Name of the header with the priority of an HTTP request: a number, or one of "
+        "``classes``; any other value counts as 0. None: HTTP requests have priority 0, because any client "
+        "could choose its own.",
     )
     classes: dict[str, _Priority] = Field(
         default_factory=dict,
@@ -42,8 +43,8 @@ class PriorityConfig(Options):
     )
     by_deadline: bool = Field(
         False,
-        description="Whether the request with the earliest deadline goes first among those of the same "
-        "priority, instead of the oldest one.",
+        description="Whether, among requests of the same priority, the one with the earliest deadline "
+        "goes first, instead of the oldest one.",
     )
 
     @field_validator("header")

@@ -65,13 +65,13 @@ class RequestRouterConfig(Options):
     session: SessionPart = Field(
         "header:X-Session-Id",
         description='Where an HTTP request has the id of its session: ``"header:NAME"`` or '
-        '``"cookie:NAME"``. Calls of handles have their ``session_id``.',
+        '``"cookie:NAME"``. For calls by handle, it is their ``session_id``.',
     )
     request_routing_stats_period_s: float = Field(
         10,
         gt=0,
-        description="How often ``record_routing_stats`` of the user's class is called, in seconds; not more "
-        "often than health checks. A change applies to replicas that start later.",
+        description="How often the user's ``record_routing_stats`` is called, in seconds, but not more "
+        "often than the health check. A change applies to replicas that start later.",
     )
     request_routing_stats_timeout_s: float = Field(
         30, gt=0, description="Timeout of a call of ``record_routing_stats``, in seconds."
@@ -79,13 +79,14 @@ class RequestRouterConfig(Options):
     initial_backoff_s: float = Field(
         0.025,
         gt=0,
-        description="How long a request waits before a router that has returned no replica is called again, "
-        "in seconds. If it has returned only replicas without room, it is called again when one has room.",
+        description="How long a request waits before the router is called again, if the router returned "
+        "no replica, in seconds. If the router returned only replicas without a free slot, it is called "
+        "again when one has a free slot.",
     )
     backoff_multiplier: float = Field(
-        2, ge=1, description="Factor by which this time grows with each attempt."
+        2, ge=1, description="Factor by which the wait grows with each attempt."
     )
-    max_backoff_s: float = Field(0.5, gt=0, description="Maximum of that time, in seconds.")
+    max_backoff_s: float = Field(0.5, gt=0, description="Maximum wait between two attempts, in seconds.")
 
     @field_validator("request_router_class")
     @classmethod
@@ -140,7 +141,7 @@ class RequestRouterConfig(Options):
         return self
 
     def published(self) -> dict[str, Any] | None:
-        """Return the options that the processes that send requests need; None for the default."""
+        """Return the options that the processes that send requests need; None for the default router."""
         if self.request_router_class == DEFAULT_ROUTER:
             return None
         return {

@@ -104,8 +104,8 @@ class SegmentPattern:
     takes_rest : bool
         Whether it matches the rest of a path instead of one segment.
     rank : tuple
-        Sorts segments: if several match, the first is used. Longer fixed text comes first, then the kind that
-        matches less.
+        Sorts segments: if several match, the first is used. Longer fixed text comes first, then the kind of
+        variable that matches less.
     """
 
     def __init__(self, segment: str) -> None:

@@ -1,7 +1,7 @@
 """The lines of the access log of a process, from the request that ends to the sink that writes them.
 
-Problem: a thread that formats lines takes the interpreter lock from the event loops. It also takes twice as
-long, because the objects of ended requests have left the processor's caches.
+Problem: a thread that formats lines holds the interpreter lock, which the event loops need. Formatting in
+that thread also takes twice as long, because the objects of ended requests have left the processor's caches.
 
 Choice: the caller that adds the last line of a batch formats the batch at once, while it is in the caches.
 The log thread only joins and writes formatted lines; it also formats the rest when no more lines arrive.

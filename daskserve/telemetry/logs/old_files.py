@@ -1,7 +1,7 @@
 """Deletes the log files of actors that ended long ago: otherwise each replica leaves some forever.
 
-A process holds a shared lock on each file that it writes, until it closes the file. So a file in use stays,
-however old its last line is, and so do the older files beside it.
+A process holds a shared lock on each file that it writes, until it closes the file. So a file in use is kept,
+regardless of the age of its last line, and so are the older files beside it.
 """
 
 from __future__ import annotations

@@ -284,7 +284,8 @@ class ProcessLogs:
         return sink
 
     def _delete_old(self, folder: Path, days: float | None) -> None:
-        """Delete the files of actors that ended long ago; seldom, because a folder may have thousands."""
+        """Delete the files of actors that ended long ago; called rarely, because a folder may have thousands
+        of files."""
         if days is None or stopwatch() < self._delete_at:
             return
         self._delete_at = stopwatch() + DELETE_EVERY_S

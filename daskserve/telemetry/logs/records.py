@@ -3,7 +3,7 @@
 Both are created in the code that logs, or on the loop of a proxy. Creating one takes less than a microsecond,
 because the text is formatted later. Until then, a line of the access log is a plain tuple: Python's garbage
 collector stops tracking plain tuples of strings and numbers, but visits instances of `Access` at each
-collection. A busy proxy has so many lines that full collections would delay its requests.
+collection. A busy proxy has a large number of lines, so full collections would delay its requests.
 """
 
 from __future__ import annotations

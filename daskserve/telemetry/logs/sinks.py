@@ -1,7 +1,7 @@
 """Where lines are written: standard output, and files with rotation.
 
 A sink is called in the log thread only. A failing sink counts the lines that it loses, and tries again later:
-a full disk must neither stop the thread nor fill the queue of records.
+a full disk must neither end the thread nor fill the queue of records.
 """
 
 from __future__ import annotations

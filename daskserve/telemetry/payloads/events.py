@@ -17,7 +17,7 @@ from daskserve.common.types import WHOLE_RESPONSE, Message, Payload
 
 #: The types of the first and the second event of a request.
 REQUEST, RESPONSE = "daskserve.request", "daskserve.response"
-#: The status of a request whose caller disconnected, and of one whose deadline passed.
+#: The status of a request whose caller disconnected, and of a request whose deadline passed.
 CALLER_GONE, TOO_LATE = 499, 408
 #: The content type of the arguments and results of Python calls.
 JSON = "application/json"

@@ -3,7 +3,7 @@
 Problem: a sink may hang, be full or be absent for hours, and a redacting function is user code. Neither may
 delay a request. Choice: the loop only adds samples to a bounded queue. A thread takes them, and retries
 failed writes; when the queue is full, further samples are dropped and counted. Object stores cannot append,
-so the samples of some seconds become one file, whose name stays the same if the write is repeated.
+so the samples of some seconds become one file, whose name does not change if the write is repeated.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from daskserve.telemetry.profiling.threads import processor_times, stack_frames
 
 #: The interval of samples, and the share of a processor that the profiler may take.
 INTERVAL_S, MAX_SHARE = 0.01, 0.05
-#: Maximum number of different stacks that are kept; samples of further ones are only counted.
+#: Maximum number of different stacks that are kept; further stacks are only counted.
 MAX_STACKS = 4000
 #: Maximum number of frames of a stack that are kept; the outermost are kept.
 MAX_DEPTH = 150

@@ -76,7 +76,7 @@ class Batches:
         self._thread.start()
 
     def put(self, spans: Sequence[RecordedSpan]) -> None:
-        """Add spans to the queue; drop those for which it has no room."""
+        """Add spans to the queue; drop those that do not fit."""
         room = max(0, self._max_queue - len(self._queue))
         for span in spans[:room]:
             try:

@@ -4,9 +4,9 @@ A request creates only plain records. A thread turns them into spans of OpenTele
 processors, which export them in batches. So no request waits for the import of an exporter, or for a
 collector that is unreachable, slow or full. Spans beyond `MAX_PENDING` are dropped, and counted.
 
-In a busy process, a span has left the processor's caches by the time the thread reads it, and until then it
-occupies memory. Therefore, the code that ends a span also encodes some ended spans, unless this would call
-user code or the SDK's slow encoder. The encoded bytes wait for the exporter's thread.
+In a busy process, a span has left the processor's caches before the thread reads it, and it occupies memory
+until then. Therefore, the code that ends a span also encodes some ended spans, unless this would call user
+code or the SDK's slow encoder. The encoded bytes wait for the exporter's thread.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ P = ParamSpec("P")
 class SpanTemplate:
     """The name, the kind and the attributes of many spans. Immutable.
 
-    A span with a template takes less time and memory than a span with its own values, and the values are
-    encoded only once.
+    A span with a template takes less time and memory than one with its own values, and the values are encoded
+    only once.
     """
 
     __slots__ = ("encoded", "kind", "name", "values")

@@ -139,7 +139,8 @@ class UserTracerProvider(TracerProvider):
             self._all[id(queue)] = queue
 
     def queue_of(self, span: Span) -> SpanQueue | None:
-        """Return the queue that records children of a span; if it has none, the latest open queue."""
+        """Return the queue that records children of a span; if there is none, return the latest open
+        queue."""
         if isinstance(span, RecordedSpan):
             return span.queue
         with self._lock:

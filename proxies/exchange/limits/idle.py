@@ -15,7 +15,7 @@ class IdleWatch(Generic[T]):
     def __init__(self, timeout_s: float, on_idle: Callable[[T], None]) -> None:
         self._timeout_s = timeout_s
         self._on_idle = on_idle
-        # All have the same timeout, so they are due in the order of insertion.
+        # All items have the same timeout, so they are due in the order of insertion.
         self._since: dict[T, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
@@ -38,7 +38,8 @@ class IdleWatch(Generic[T]):
         self._since.pop(item, None)
 
     def longest(self, idle_s: float, may_end: Callable[[T], bool]) -> T | None:
-        """Return the item that was idle longest, for at least ``idle_s``, and may end; None without one."""
+        """Return the item that was idle longest, for at least ``idle_s``, and that may end; None if there is
+        none."""
         for item, since in self._since.items():
             if since > self._loop.time() - idle_s:
                 return None

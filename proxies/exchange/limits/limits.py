@@ -3,7 +3,7 @@
 The models are Kestrel's ``MinRequestBodyDataRate`` (240 bytes/s after a grace period), Apache's
 ``RequestReadTimeout body=20,MinRate=500``, and nginx' ``send_timeout`` (60 s between two writes that the
 client accepts). Unlike with the first two, a client that has sent more than the minimum may not pause for
-longer: otherwise a nearly complete body could hold its memory for hours.
+longer, because otherwise a nearly complete body could occupy memory for hours.
 """
 
 from __future__ import annotations

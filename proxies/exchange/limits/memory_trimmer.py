@@ -20,7 +20,7 @@ QUIET_TICKS = 3
 
 
 def malloc_trim() -> None:
-    """Return free memory to the operating system, if the C library can."""
+    """Return free memory to the operating system, if the C library supports this."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -121,7 +121,8 @@ class RequestBody:
         return self._gathered is not None and self._gathered.size_bytes < (self._length or 0)
 
     def room(self) -> memoryview | None:
-        """Return the memory for the next part; None if the body is not gathered, or longer than declared."""
+        """Return the memory for the next part; None if the body is not gathered, or is longer than
+        declared."""
         return None if self._gathered is None else self._gathered.room()
 
     def fill(self, size_bytes: int) -> None:
@@ -241,7 +242,8 @@ class RequestBody:
 
 
 class BodyOnDemand(RequestBody):
-    """A body whose client waits for 100 Continue: the application's first read sends it, by ``ask``."""
+    """A body whose client waits for 100 Continue, which the application's first read sends by calling
+    ``ask``."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__(is_ended=False)

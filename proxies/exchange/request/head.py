@@ -1,7 +1,7 @@
 """Parses and checks the head of a request: its lines, host, length, target and connection.
 
 Ambiguous requests are refused. Otherwise a reverse proxy might read one request where this server reads two
-(request smuggling), or take a request for one to another host.
+(request smuggling), or send a request to another host than this server assumes.
 
 The parser is our own, because those of servers differ from each other (llhttp has a fixed list of methods,
 Tornado accepts a bare LF) and between versions (obsolete line folding, spaces before a colon, control

@@ -150,7 +150,7 @@ class WebSocketWriter:
 
 
 class WebSocketConnection:
-    """The connection of one WebSocket; user code gets an `OpenSocket` once it is accepted.
+    """The connection of one WebSocket; user code gets an `OpenSocket` once the handshake is accepted.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class WebSocketConnection:
         self._denial: Message | None = None
         self._sent_bytes_at_ping: int | None = None
         self._ping_timer: asyncio.TimerHandle | None = None
-        #: The loop of user code to which the connection has moved, or which uses it directly.
+        #: The loop of user code to which the connection has moved, or which uses the connection directly.
         self._receiver: SocketReceiver | None = None
         #: The socket while the connection moves, and the calls that wait until it has moved.
         self._arriving: socket.socket | None = None

@@ -121,7 +121,7 @@ class WebSocketInbox:
         return message
 
     def _wake(self) -> None:
-        # Wake all, because one that is being cancelled takes nothing.
+        # Wake all of them, because one that is being cancelled takes nothing.
         for taker in self._takers:
             if not taker.done():
                 taker.set_result(None)

@@ -54,7 +54,7 @@ _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 #: How long an application may run after its client has disconnected, before it is cancelled.
 DISCONNECT_GRACE_S = 5.0
-#: How long a client may take to answer a close, and user code that blocks its loop may delay a close.
+#: Time for a client to answer a close; user code that blocks its loop may delay a close by the same time.
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -254,7 +254,7 @@ class WebSocketSession:
             self._finish()
 
     def _finish(self) -> None:
-        """End the connection; the client has some time to read the rest and to answer the close."""
+        """End the connection; the client has a limited time to read the rest and to answer the close."""
         self._task = None
         self._call(self.connection.inbox.release)
         self._stop_timers()

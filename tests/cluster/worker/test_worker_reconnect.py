@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from daskserve.cluster.actors.registry import ActorRegistry
-from daskserve.cluster.distributed_internals import WorkerOutcome
+from daskserve.cluster.dask.worker_closing import WorkerOutcome
 from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, HostedActor, verb, verbs_of
 from daskserve.cluster.worker import reconnect
-from daskserve.cluster.worker.reconnect import DRAIN_S, Reconnection
+from daskserve.cluster.worker.reconnect import Reconnection
+from daskserve.cluster.worker.retirement import COMPLETE_S
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
 from daskserve.errors import UnavailableError
@@ -70,7 +72,7 @@ class Lost:
             return self.answer()
 
         replacements = {
-            "answer_lost_scheduler": lambda worker, survive: setattr(worker, "survive", survive),
+            "answer_close": lambda worker, survive, _: setattr(worker, "survive", survive),
             "connection_args": lambda _: {},
             "forget_tasks": lambda _: self._now() >= back_after_s + task_s,
             "import_definition": lambda _: bring_back,
@@ -100,7 +102,7 @@ class Lost:
             spec["instance"] = "a"
             await registry.create({**spec, "payload": b""})
         found = Reconnection(worker, registry, GRACE_S)
-        found.open(connection)
+        found.open(connection, partial(registry.drain, COMPLETE_S))
         if serves:
             found.starts["a"] = {"instance": "a", "store": "sqlite:///a.db"}
         outcome: WorkerOutcome = await worker.survive()
@@ -155,7 +157,7 @@ def test_a_worker_whose_scheduler_stays_away_lets_its_requests_complete(
 ) -> None:
     lost = Lost(monkeypatch, back_after_s=100)
     assert run_virtual(lost.survive) is WorkerOutcome.CLOSES
-    assert lost.stops == [("a/controller", DRAIN_S), ("a/proxy", DRAIN_S), ("a/replica", DRAIN_S)]
+    assert lost.stops == [("a/controller", COMPLETE_S), ("a/proxy", COMPLETE_S), ("a/replica", COMPLETE_S)]
 
 
 def test_a_worker_that_is_closed_meanwhile_does_not_drain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,5 +192,5 @@ def test_a_worker_with_a_long_task_asks_for_its_instance_and_is_replaced(
     lost.answer = lambda: False
     assert run_virtual(lost.survive) is WorkerOutcome.RESTARTS
     assert len(lost.asked) == 1
-    assert lost.stops[0] == ("a/controller", DRAIN_S)
+    assert lost.stops[0] == ("a/controller", COMPLETE_S)
     assert lost.registered_at is None

@@ -11,7 +11,7 @@ import pytest
 
 from daskserve.cluster.protocols.retirement import RetirementStatus
 from daskserve.cluster.worker import retirement
-from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
+from daskserve.cluster.worker.retirement import ANSWER_S, COMPLETE_S, EXIT_SHARE, NEWS_S, Retirement
 from daskserve.common.clock import LoopClock
 
 pytestmark = pytest.mark.virtual_time
@@ -24,10 +24,11 @@ class Bench:
         self.answers = list(answers)
         self.departs = departs
         self.drained: list[tuple[float, float]] = []
+        self.entries: dict[str, object] = {"replica": object()}
         self.asked: list[dict[str, Any]] = []
         scheduler = SimpleNamespace(daskserve=self._answer)
         worker: Any = SimpleNamespace(address="w1", scheduler=scheduler, nanny=None)
-        registry: Any = SimpleNamespace(drain=self._drain)
+        registry: Any = SimpleNamespace(drain=self._drain, entries=self.entries)
         self.retirement = Retirement(worker, registry, LoopClock(), grace_s)
 
     async def _answer(self, *, verb: str, message: dict[str, Any], **versions: Any) -> Any:
@@ -76,6 +77,19 @@ async def test_without_a_scheduler_it_refuses_requests_before_it_ends() -> None:
     """Routers send nothing to a replica that has refused a request, so none is under way at the end."""
     bench = Bench(OSError("it is gone"), departs=False)
     assert await bench.retire() == 1 + 2 + NEWS_S / 2
+
+
+async def test_a_worker_that_the_scheduler_has_removed_completes_its_requests_and_then_refuses_others() -> (
+    None
+):
+    bench = Bench(None)
+    await bench.retirement.complete()
+    assert bench.drained == [(0, COMPLETE_S)]
+    assert bench.asked == [{"verb": "depart", "worker": "w1"}]
+    assert asyncio.get_running_loop().time() == 2 + NEWS_S / 2
+    bench.entries.clear()  # the usual case: the scheduler has moved everything
+    await bench.retirement.complete()
+    assert len(bench.drained) == len(bench.asked) == 1
 
 
 @pytest.mark.parametrize(("grace_s", "ends_s"), [(30.0, 28.0), (5.0, 5 * (1 - EXIT_SHARE))])

@@ -203,8 +203,8 @@ def test_the_options_of_the_built_in_routers_have_limits(
 
 def test_classes_that_are_no_routers_are_refused() -> None:
     for path, message in (
-        ("collections:Counter", "is no class with a method choose_replicas"),
-        ("json:dumps", "is no class with a method choose_replicas"),
+        ("collections:Counter", "is not a class with a method choose_replicas"),
+        ("json:dumps", "is not a class with a method choose_replicas"),
         (f"{__name__}:Stranger", "Stranger does not derive from daskserve.request_router.RequestRouter"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -531,7 +531,7 @@ def _endless(replicas: Any, request: Any) -> Any:
         (lambda r, q: r.gone, "error", "AttributeError"),
         (lambda r, q: None, "answer", "returned NoneType, which is not a list of lists"),
         (lambda r, q: r, "answer", "RunningReplica"),
-        (lambda r, q: [["r1"]], "answer", "chose 'r1', which is no replica"),
+        (lambda r, q: [["r1"]], "answer", "chose 'r1', which is not a replica"),
         (_endless, "answer", "which is no"),
     ],
 )
@@ -604,7 +604,7 @@ class BadStart(RequestRouter):
     ("path", "text"),
     [
         ("nowhere:Router", "there is no module 'nowhere'"),
-        (f"{__name__}:Stage", "no class with a method choose_replicas"),
+        (f"{__name__}:Stage", "not a class with a method choose_replicas"),
         (f"{__name__}:BadStart", "bad start"),
     ],
 )

@@ -336,7 +336,7 @@ def test_a_stream_has_its_own_errors(echo: serve.Handle) -> None:
         stream.result()
     assert list(stream) == [0, 1]
     assert not stream.cancelled()
-    with pytest.raises(TypeError, match="no generator"):
+    with pytest.raises(TypeError, match="not a generator"):
         list(echo.options(stream=True).remote(1))
     with pytest.raises(TypeError, match="is a generator"):
         echo.count.remote(1).result(DEADLINE_S)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from connection_records import receive
 from tables import each_case
 
 from daskserve.data.replica.process import given_connections
@@ -166,11 +169,11 @@ def idle(record: ConnectionRecord) -> None: ...
 
 
 def half(record: ConnectionRecord) -> None:
-    record.add(REQUEST[:5])
+    receive(record, REQUEST[:5])
 
 
 def begun(record: ConnectionRecord) -> None:
-    record.add(REQUEST)
+    receive(record, REQUEST)
     record.begin()
 
 
@@ -196,6 +199,34 @@ async def test_connections_of_a_killed_child_continue_unless_they_have_a_part_of
         assert proxy.is_open(0) is (received is not None)
         found = [(each.received, each.lost, each.stays) for each in proxy.served]
         assert found == ([] if received is None else [(received, lost, False)])
+        assert proxy.port.given() == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "drained"])
+async def test_other_work_of_the_event_loop_goes_on_while_many_connections_come_back(how: str) -> None:
+    count = 250
+    with closing(Proxy(max_connections=count)) as proxy:
+        given, child = proxy.child()
+        for _ in range(5):
+            proxy.give(count // 5)
+            child.messages()
+        if how == "killed":
+            proxy.port.drop(given, LOST)
+        else:
+            proxy.port.withdraw(given)
+            for slot in range(count):
+                child.end(slot, GIVE_BACK)
+        steps = [len(proxy.served)]
+        loop = asyncio.get_running_loop()
+
+        def note() -> None:
+            steps.append(len(proxy.served))
+            if steps[-1] < count:
+                loop.call_soon(note)
+
+        note()
+        await wait_until(lambda: len(proxy.served) == count)
+        assert max(after - before for before, after in pairwise([0, *steps])) <= 100
         assert proxy.port.given() == 0
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from connection_records import receive
 from replica_starts import replica_start
 from tables import each_case
 
@@ -120,8 +121,8 @@ class Child:
 class Opened:
     """The children of a process with one child, and the port of one proxy."""
 
-    def __init__(self, cluster: Any) -> None:
-        self.child = Child()
+    def __init__(self, cluster: Any, child: Child | None = None) -> None:
+        self.child = child or Child()
         self.children = ListeningChildren(cluster)
         self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
@@ -310,7 +311,7 @@ async def test_connections_of_a_child_that_dies_while_it_stops_continue_when_it_
     assert found.gives()
     ((_, (pair, memory)),) = found.child.given
     record = ConnectionRecord(map_table(memory), 0)  # the child has taken the connection
-    record.add(b"GET / HTTP/1.1\r\n\r\n")
+    receive(record, b"GET / HTTP/1.1\r\n\r\n")
     record.begin()
     with socket.socket(fileno=os.dup(pair)) as taking:
         message = receive_message(taking)
@@ -322,6 +323,40 @@ async def test_connections_of_a_child_that_dies_while_it_stops_continue_when_it_
     found.children.forget("b#1", LOST)
     assert [each.lost for each in found.served] == [LOST]
     assert found.port.given() == 0
+
+
+def test_a_child_that_cannot_listen_gets_nothing_delays_no_change_and_is_asked_more_and_more_rarely() -> None:
+    class Broken(Child):
+        is_broken = True
+
+        async def call(self, verb: str, **message: Any) -> Any:
+            if self.is_broken and verb == "listen":
+                self.calls.append((verb, message))
+                raise RuntimeError("a module is missing")
+            return await super().call(verb, **message)
+
+    async def main() -> None:
+        cluster, child = Published(), Broken()
+        found = Opened(cluster, child)
+        clock = LoopClock()
+        began = clock.now()
+        for number in range(3):
+            found.children.note(unready=[str(number)])
+            await found.children.wait_until_notified()
+        assert clock.now() == began
+        await clock.sleep(1000.0)
+        assert 10 < len(child.calls) < 30
+        assert not found.gives()
+        child.is_broken = False
+        await clock.sleep(60.0)
+        assert found.gives()
+        child.is_broken = True
+        found.children.note(unready=[])
+        await found.children.wait_until_notified()
+        assert not found.gives()
+        await found.children.remove("b#1", 0)
+
+    run_virtual(main)
 
 
 def test_draining_takes_no_longer_than_the_grace_period() -> None:

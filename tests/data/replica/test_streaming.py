@@ -390,7 +390,9 @@ def test_an_item_that_cannot_be_pickled_ends_the_stream(deployed: Deployed) -> N
 def test_a_stream_of_a_non_generator_is_rejected(everywhere: Deployed) -> None:
     for method in ["one", "one_async"]:
         with case(method):
-            with pytest.raises(TypeError, match=f"Method {method} .* stream=True .* no generator") as caught:
+            with pytest.raises(
+                TypeError, match=f"Method {method} .* stream=True .* not a generator"
+            ) as caught:
                 next(everywhere.stream(method))
             assert isinstance(caught.value, StreamOptionError)
 

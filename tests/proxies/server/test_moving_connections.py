@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,96 +19,26 @@ from http_harness import (
     HANDSHAKE,
     Client,
     connected,
-    make_server,
     on_each_loop,
     on_each_transport,
     poll_for,
     request,
-    respond,
     serving,
 )
-from memory_transport import MemoryTransport, serving_in_memory
+from moving_servers import body, named, proxy_of
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
-from daskserve.data.replica.process.given_connections import GivenConnections
-from daskserve.data.replica.process.listening import Port
-from daskserve.errors import ActorLostError
 from daskserve.loops.connection_table import (
     GIVE_BACK,
     SLOT_NUMBER,
-    ConnectionState,
     ConnectionTable,
-    LostAttempt,
     MovedConnection,
-    map_table,
 )
-from daskserve.proxies.asgi import LOST_REPLICA, ASGIApp, Scope
-from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.taken_connection import TakenConnection
+from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.acceptor import is_readable
 from daskserve.proxies.server.receiver import ConnectionReceiver
-from daskserve.proxies.server.server import HTTPServer
 from daskserve.proxies.server.tls import server_context
-
-LOST = LostAttempt(ActorLostError("gone", begun=True), "tcp://w:1")
-
-
-def named(name: str, gate: asyncio.Event | None = None) -> ASGIApp:
-    """Return an application that answers with its name and the size of the body."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        size, more = 0, True
-        while more:
-            message = await receive()
-            size += len(message.get("body", b""))
-            more = message.get("more_body", False)
-        if scope["path"] == "/held" and gate is not None:
-            await gate.wait()
-        lost = " lost" if LOST_REPLICA in scope else ""
-        await respond(send, f"{name} {size}{lost}".encode())
-
-    return app
-
-
-class Proxy:
-    """A server that gives connections to children, which answer all paths but ``/elsewhere``."""
-
-    def __init__(self, server: HTTPServer) -> None:
-        self.server = server
-        self.port = Port("proxy", b"start", 100, server.serve)
-        self.endpoints: dict[str | None, str | None] = {"/elsewhere": "other", None: None}
-        server.give_to(self._taker_of, self.port.given, self.port.evict)
-        self.port.on_offer = server.set_giving
-
-    def _taker_of(self, path: str | None) -> Callable[[MovedConnection], bool] | None:
-        return self.port.taker_of(self.endpoints.get(path, "e"))
-
-    @contextlib.asynccontextmanager
-    async def child(self, app: ASGIApp, **options: Any) -> AsyncIterator[tuple[HTTPServer, GivenConnections]]:
-        given = self.port.connections()
-        server = make_server(app, **options)
-        server.receive(given.files, lambda path: path == "/elsewhere")
-        server.start()
-        self.port.offer(given, frozenset("e"))
-        try:
-            yield server, given
-        finally:
-            self.port.withdraw(given)
-            await server.stop()
-            self.port.drop(given)
-
-
-@contextlib.asynccontextmanager
-async def proxy_of(app: ASGIApp, **options: Any) -> AsyncIterator[Proxy]:
-    async with serving(app, **options) as server:
-        yield Proxy(server)
-
-
-async def body(client: Client, path: str = "/") -> str:
-    response = await client.get(path)
-    assert "connection" not in response.headers
-    return response.body.decode()
 
 
 @on_each_loop
@@ -218,18 +147,32 @@ async def test_a_child_that_stops_gives_its_connections_back_open() -> None:
         assert len(proxy.server.state.connections) == 4
 
 
-@on_each_transport
-async def test_a_request_that_had_begun_at_a_lost_process_says_so_once() -> None:
-    async with proxy_of(named("proxy")) as proxy:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        moved = MovedConnection(ours, request("/") + b"GET /2 HTTP/1.1\r\n", LOST)
-        proxy.server.serve(moved)
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        client = Client(reader, writer)
-        await client.send(b"Host: x\r\n\r\n")
-        assert [(await client.response()).body for _ in range(2)] == [b"proxy 0 lost", b"proxy 0"]
-        writer.close()
+@on_each_loop
+@pytest.mark.parametrize("grace_s", [0, 10])
+async def test_a_child_gives_connections_back_that_are_always_in_use(grace_s: float) -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child")) as (child, given),
+        contextlib.AsyncExitStack() as opened,
+    ):
+        clients = [await opened.enter_async_context(connected(proxy.server)) for _ in range(150)]
+        await poll_for(lambda: len(child.state.connections) == 150)
+        used, idle = clients[:3], clients[3:]
+        assert [await body(each) for each in used] == ["child 0"] * 3
+        is_over = False
+
+        async def use(client: Client) -> None:
+            while not is_over:
+                await body(client)
+
+        using = [asyncio.create_task(use(each)) for each in used] if grace_s else []
+        proxy.port.withdraw(given)
+        await child.drain(grace_s, gives_back=True)
+        await poll_for(lambda: not child.state.connections)
+        is_over = True
+        await asyncio.gather(*using)
+        await poll_for(lambda: len(proxy.server.state.connections) == 150)
+        assert [await body(each) for each in (*used, *idle[:3])] == ["proxy 0"] * 6
 
 
 @on_each_loop
@@ -253,6 +196,19 @@ async def test_the_end_of_a_connection_reaches_both_sides(ends: str) -> None:
             assert (await client.rest()).endswith(b"child 0")
         await poll_for(lambda: len(given) == 0)
         assert not child.state.connections
+
+
+@on_each_loop
+async def test_a_connection_ends_although_the_proxy_with_its_copy_is_blocked() -> None:
+    async with (
+        proxy_of(named("proxy")) as proxy,
+        proxy.child(named("child")) as (_, given),
+        connected(proxy.server) as client,
+    ):
+        asyncio.get_running_loop().remove_reader(given._ours)
+        assert (await client.get("/", "Connection: close")).body == b"child 0"
+        assert await client.rest() == b""
+        assert len(given) == 1
 
 
 @on_each_transport
@@ -434,35 +390,3 @@ async def test_the_proxy_gets_all_messages_of_a_child_that_stops_while_it_is_slo
     await closing
     for each in (ours, theirs, table):
         each.close()
-
-
-class Buffering(MemoryTransport):
-    """Keeps what is written, as asyncio's transports keep up to 64 KiB without pausing the writer."""
-
-    unsent_bytes = 0
-
-    def write(self, data: Any) -> None:
-        self.received += data
-        self.unsent_bytes += len(data)
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent_bytes
-
-
-async def test_a_connection_cannot_move_before_its_response_is_sent() -> None:
-    async with serving_in_memory(named("child")) as server:
-        table = ConnectionTable(1)
-        ours, theirs = socket.socketpair()
-        taken = TakenConnection(map_table(table.fileno()), 0, ours, lambda message: None)
-        client = Buffering(HTTPConnection(server.state, lambda: None, MovedConnection(ours), taken))
-        client.send(request("/"))
-        await poll_for(lambda: b"child 0" in client.received and not server.state.tasks)
-        assert table.state(0) == ConnectionState.FIXED
-        client.send(b"GET / HT")
-        assert table.state(0) == ConnectionState.FIXED
-        client.unsent_bytes = 0
-        client.send(b"TP")
-        assert (table.state(0), table.received(0)) == (ConnectionState.IDLE, b"GET / HTTP")
-        client.close()
-        for each in (ours, theirs, table):
-            each.close()

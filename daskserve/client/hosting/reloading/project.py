@@ -104,7 +104,7 @@ class Project:
 
 
 def digest_of_files(names: Sequence[str]) -> str:
-    """Return the digest of some files; empty if there are none."""
+    """Return the digest of some files; empty if there are no files."""
     digest = hashlib.sha256()
     for name in names:
         digest.update(name.encode(errors="surrogateescape") + b"\0")

@@ -74,7 +74,7 @@ class Reloader:
             try:
                 return self._watch.wait()
             except Exception as error:
-                # The thread must go on: without it, changes would be missed without a message.
+                # The thread must continue: without it, changes would be missed without a message.
                 self._report(f"The files cannot be watched now: {error!r}")
                 self._ended.wait(RETRY_S)
         return ()

@@ -99,7 +99,7 @@ class CommTransport:
                 self._comm.abort()
                 return
             except (TypeError, ValueError, OverflowError):
-                # A frame that cannot be packed must not prevent sending the others.
+                # If a frame cannot be packed, the others must still be sent.
                 await self._write_one_by_one(frames, refuse)
             except Exception:
                 # Any other error of a transport: without a writer no request would ever be answered.
@@ -189,7 +189,7 @@ def wire_of(comm: Any) -> Wire:
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
-    """Return the transport for a comm, and take the comm over; the caller must not use it any more.
+    """Return the transport for a comm, and take the comm over; the caller must not use the comm any more.
 
     Call this before the other side sends anything, because bytes that the comm has buffered would be lost.
     Both sides must choose the same kind of transport, which they do if the comm connects them directly. If

@@ -1,10 +1,10 @@
 """Detection of a machine that does not answer at the other end of a TCP connection.
 
 Problem: a machine that loses power or network sends nothing. With Dask's settings, TCP gives up only after
-half a minute. Until then, requests wait that other replicas could answer. A shorter ``TCP_USER_TIMEOUT``
-would end connections to live processes that do not read for a while. Choice: the kernel probes silent
-connections (keepalive), and once a second a timer checks when the other kernel last acknowledged anything. A
-kernel acknowledges even if its processes are busy, blocked or stopped.
+half a minute. Until then, requests wait although other replicas could answer them. A shorter
+``TCP_USER_TIMEOUT`` would end connections to live processes that do not read for a while. Choice: the kernel
+probes silent connections (keepalive), and once a second a timer checks when the other kernel last
+acknowledged anything. A kernel acknowledges even if its processes are busy, blocked or stopped.
 
 If packets are lost in one direction only, the other machine's packets still arrive, because it retransmits
 with old acknowledgements. So bytes that stay unacknowledged count as silence, too.
@@ -31,7 +31,7 @@ _INFO = struct.Struct("=24x I 28x I 60x Q 16x I")
 class AckProgress:
     """Measures how long the other kernel has acknowledged nothing, over successive checks of a connection.
 
-    Pure: ``struct tcp_info`` and the time are arguments.
+    ``struct tcp_info`` and the time are arguments, so that tests can choose them.
     """
 
     def __init__(self, now: float) -> None:

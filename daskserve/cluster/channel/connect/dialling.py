@@ -5,7 +5,8 @@ takes seconds to fail. Choice: dial the worker once, with a short timeout. If th
 which knows whether the worker is alive, to splice a connection to it (`daskserve.cluster.scheduler.splice`).
 The result is remembered per host for a while, so that later connections do not pay again.
 
-A dead worker costs one more request: the scheduler answers at once, and nothing is remembered about its host.
+A dead worker costs one additional request: the scheduler answers at once, and its host is not marked as
+unreachable.
 
 On both routes, this process and the worker then prove to each other that they belong to the same Dask cluster
 (`daskserve.cluster.channel.connect.handshake`).
@@ -59,8 +60,7 @@ async def connect_once(
 
     Raises
     ------
-    OSError
-        Nothing answers there; `TimeoutError`, which is one, if nothing answered in time.
+    OSError Nothing answers at the address; if nothing answered in time, it is a `TimeoutError`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -194,10 +194,8 @@ class Dialler:
 
         Raises
         ------
-        ActorLostError
-            The scheduler reports that the worker is gone, or that it cannot reach it either; or the worker
-            belongs to another Dask cluster.
-        OSError
+        ActorLostError The scheduler reports that the worker is gone, or that it cannot reach the worker
+        either; or the worker belongs to another Dask cluster. OSError
             The scheduler cannot be reached. With the route "direct": the worker cannot be reached.
         """
         return await self._with_secret(partial(self._dial, worker))

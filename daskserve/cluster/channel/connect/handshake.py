@@ -2,7 +2,7 @@
 
 Problem: the frames of a channel run code, and may be large. A stranger who can reach a worker's port must not
 be able to send frames. Choice: four messages of fixed sizes come before the first frame. The secret itself is
-not sent. Until both ends have proved that they know it, neither reads or unpickles anything else::
+not sent. Until both ends have proved that they know the secret, they read and unpickle nothing else::
 
     dialler    hello: magic, marks of the secrets that it knows, challenge     68 bytes
     listener   answer: mark of one that it knows as well, challenge, proof     72 bytes
@@ -160,8 +160,8 @@ class Admission:
     Parameters
     ----------
     max_pending : int
-        Maximum number of handshakes in progress. A further one ends the oldest, which is the least likely to
-        complete.
+        Maximum number of handshakes in progress. A new connection beyond this number ends the oldest one,
+        which is the least likely to complete.
     """
 
     def __init__(self, keyring: Keyring, *, max_pending: int = MAX_PENDING) -> None:

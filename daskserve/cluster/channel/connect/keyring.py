@@ -2,7 +2,7 @@
 
 The first supervisor of a scheduler generates a secret. Supervisors send it to all Hosts, and programs fetch
 it with their Dask client. A restarted scheduler has a new secret. Workers and programs that outlived the old
-scheduler keep both secrets, so they can connect before and after they have the new one. No secret is written
+scheduler keep both secrets, so they can connect before and after they get the new one. No secret is written
 to a file, a command line or a log.
 """
 

@@ -47,9 +47,10 @@ CONNECTION = -1
 
 #: Bytes values of at least this size travel outside the msgpack part of a write, to avoid a copy.
 OUT_OF_BAND_BYTES = 32 * 1024
-#: Parts of at least this size are read into memory of their own.
+#: Parts of at least this size are read into their own memory.
 LARGE_BYTES = 32 * 1024
-#: Maximum number of parts. Their sizes, or any part that is not large, fit into half of a reader's buffer.
+#: Maximum number of parts. The list of their sizes, or any part that is not large, fits into half of a
+#: reader's buffer.
 MAX_PARTS = 16 * 1024 - 1
 #: Larger messages of a request's body are sent in parts.
 PART_BYTES = 256 * 1024
@@ -123,7 +124,7 @@ def is_last(message: Message) -> bool:
 #: that becomes a writable buffer, a buffer that is too small for its own part, and references to shared
 #: memory that become immutable bytes or a read-only buffer.
 _BYTES, _BUFFER, _SMALL, _SHARED_BYTES, _SHARED_BUFFER = 1, 2, 3, 4, 5
-#: After a larger part 0, a packer gives its memory back.
+#: If part 0 is larger than this, a packer frees its memory afterwards.
 _MAX_KEPT_BYTES = 256 * 1024
 
 
@@ -162,8 +163,8 @@ class FramePacker:
         try:
             body = self._packer.pack(frames)
         except UnicodeEncodeError:
-            # File names may contain surrogates. They are handled in a second attempt, because that takes
-            # longer for each text.
+            # File names may contain surrogates. They are packed in a second attempt, because replacing them
+            # takes longer for each text.
             values.repeat()
             body = msgpack.packb(frames, default=values.pack, unicode_errors="surrogatepass")
         finally:

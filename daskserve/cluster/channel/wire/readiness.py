@@ -33,7 +33,7 @@ class Readiness:
         self._loop.add_reader(self._number, on_readable)
 
     def on_writable(self, callback: Callable[[], object] | None) -> None:
-        """Call a function whenever the socket is writable; None stops the calls."""
+        """Call a function whenever the socket is writable; None ends the calls."""
         if callback is not None:
             self._loop.add_writer(self._socket_number, callback)
         elif self._has_writer and not self._loop.is_closed():

@@ -229,7 +229,7 @@ class Segments:
         #: again.
         self._mapped: dict[int, Mapping] = {}
         self._timer: asyncio.TimerHandle | None = None
-        #: New descriptors get the lowest free number; a number above this limit means that few are left.
+        #: New descriptors get the lowest free number, so a number above this limit means that few are left.
         self._max_descriptor = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
     def take(self, size_bytes: int) -> MemorySegment:

@@ -15,7 +15,7 @@ from daskserve.internals.tornado import add_route, remove_route
 
 
 class GuardedHandler(RequestHandler):
-    """A handler that refuses requests of other sites' pages; its ``initialize`` sets the guard."""
+    """A handler that refuses requests of other sites' pages; ``initialize`` of its class sets the guard."""
 
     _guard: SiteGuard
 

@@ -9,10 +9,10 @@ the scheduler the same site, but ``Host`` has the page's name.
 
 So ``Host`` must be the scheduler's address, or a name that no other site can have.
 
-A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from ``Host`` even for the
-scheduler's own page. Only ``Sec-Fetch-Site: same-origin``, which a page cannot forge, tells the two apart.
-The name in ``Origin`` must then be the scheduler's own, because DNS rebinding may give the proxy's address
-to any other name.
+A reverse proxy may put another name into ``Host``. In that case, ``Origin`` differs from ``Host`` even for
+the scheduler's own page. Only ``Sec-Fetch-Site: same-origin``, which a page cannot forge, distinguishes the
+two. The name in ``Origin`` must then be one of the scheduler's own, because DNS rebinding may give the
+proxy's address to any other name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SiteGuard:
         self.refusals = dict.fromkeys((SITE, HOST, BODY), 0)
 
     def refusal(self, request: HTTPServerRequest) -> str | None:
-        """Return why a request is refused; None if it is not."""
+        """Return why a request is refused; None if it is allowed."""
         if is_of_another_site(request) and not self._is_of_own_page(request):
             origin = request.headers.get("Origin")
             cause = SITE

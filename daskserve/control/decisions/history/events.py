@@ -73,7 +73,7 @@ def events_of(state: State, change: Change, causes: Mapping[str, str], *, wall: 
     Parameters
     ----------
     causes : dict
-        Why a record changes, by its key, where the records do not say so.
+        The reasons for changes of records, by key, if the records themselves do not contain them.
     number : int
         The smallest possible number of the first event.
     """
@@ -347,7 +347,8 @@ def _of_models(world: _World, name: str, before: Any, after: Record | None) -> I
 
 
 def _of_defaults(world: _World, name: str, before: ModelsRecord, after: ModelsRecord) -> Iterator[Event]:
-    """Yield the events of versions that were explicitly set as default, not made default by loading."""
+    """Yield the events of versions that a call has set as default, without those that became default by
+    loading."""
     for model, version in after.defaults.items():
         former = before.models.get(model, {}).get(version, {}).get("state")
         if former == ModelState.READY and before.defaults.get(model) != version:

@@ -347,7 +347,7 @@ class _Revising:
 
 
 def current(revisions: Iterable[RevisionRecord]) -> RevisionRecord | None:
-    """Return the revision that runs; None if none does."""
+    """Return the revision that runs; None if there is none."""
     return next((each for each in revisions if each.state is S.RUNNING), None)
 
 

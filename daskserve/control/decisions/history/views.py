@@ -18,8 +18,7 @@ def history_of(state: State, application: str) -> dict[str, Any]:
 
     Raises
     ------
-    NotFoundError
-        There is no such application, and there was none.
+    NotFoundError There is no such application, and there never was.
     """
     revisions = state.revisions.of(application)
     if not revisions and state.apps.get(application) is None:

@@ -1,6 +1,6 @@
 """The only path for changes: a change is decided under a lock, written in one transaction, then applied.
 
-Two failures must not separate the store from the memory, or later decisions use a wrong state:
+Two failures must not make the store and the memory differ, or later decisions would use a wrong state:
 
 1. The caller is cancelled during the write. So the write is a separate task, and the lock is held until it
    has ended.
@@ -107,8 +107,8 @@ class Writer:
     ) -> None:
         """Write a change with its history, apply it and call ``then``, or raise.
 
-        The change may be in the store even if this raises. If it is, it is applied and ``then`` is called
-        when the records are read again.
+        The change may be in the store even if this raises. If the change is in the store, it is applied and
+        ``then`` is called when the records are read again.
         """
         if not change:
             if then is not None:

@@ -70,9 +70,9 @@ def continuous_batch(
     ends those that it names, and the others take the step again.
 
     If the budget does not suffice for the next step, or a function raises `MemoryError`, the newest request
-    of the lowest priority is preempted: it is released and waits at its place in the queue, keeps its
-    outputs, and goes through ``prefill`` again later. So raise `MemoryError` before you change any state. A
-    call with ``resume_from=[...]`` begins with these outputs in the same way.
+    of the lowest priority is preempted: it is released, returns to its place in the queue, keeps its outputs,
+    and goes through ``prefill`` again later. So raise `MemoryError` before you change any state. A call with
+    ``resume_from=[...]`` begins with these outputs in the same way.
 
     Each instance of the class has its own batch. ``name.stats()`` returns its load, and
     ``name.set_max_slots(n)`` and ``name.set_max_cost(n)`` change its limits, as in ``reconfigure``.

@@ -127,7 +127,8 @@ class Engine:
         return not slots.queued and not slots.active
 
     def load(self) -> tuple[int, int, float, int]:
-        """Return the active and queued requests, the cost of the queued ones, and the slots; thread-safe."""
+        """Return the active and queued requests, the cost of the queued ones, and the slots; any thread may
+        call this."""
         slots = self.rounds.slots
         return len(slots.active), slots.queued, slots.queued_cost, slots.limits.max_slots
 
@@ -186,7 +187,8 @@ class Engine:
         return context
 
     def _leave_request(self) -> None:
-        # The batch serves several requests: the deadline and id of one would be wrong for the others.
+        # The batch serves several requests, so the deadline and id of one of them would be wrong for the
+        # others.
         current_request.set(None)
         current_replica.set(None if self._replica is None else self._replica())
         SpansOfBatch("", ()).__enter__()
@@ -267,7 +269,7 @@ class Engine:
             return _listed(self.rounds, name, value, len(requests)), None
         except asyncio.CancelledError as error:
             if self._task is not None and self._task.cancelling() > self._is_cancelled:
-                raise  # cancelled by other code than this engine, such as a loop that ends
+                raise  # cancelled by code other than this engine, such as a loop that ends
             return None, error
         except BaseException as error:  # even SystemExit in user code, which must not end the loop
             return None, self._logged(name, error)

@@ -221,7 +221,7 @@ class Rounds:
         self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
-        """Process an end or an error that takes the place of an output; return False for a real output."""
+        """Process an end or an error in place of an output; return False if it is a real output."""
         if is_end(result):
             self._end(request)
         elif isinstance(result, BaseException):
@@ -237,7 +237,8 @@ class Rounds:
             self._fail(request, raisable(error))
 
     def _note_error(self, requests: Sequence[ActiveRequest], error: BaseException) -> None:
-        """Process an error of a call with these requests. Requests that do not end are in the next call."""
+        """Process the error that a call with these requests raised. Requests that do not end are in the next
+        call."""
         slots = self.slots
         if isinstance(error, MemoryError) and len(slots.active) > 1:
             self._preempt(slots.newest([each for each in requests if each.is_active] or slots.active))

@@ -1,8 +1,9 @@
 """The slots of a continuous batch: admission, budget, preemption, priorities and fairness.
 
 The code is synchronous and independent of time. Higher priorities are admitted first. Among requests of one
-priority, the user whose requests have had the fewest steps so far is next, and of one user the earliest
-request. If the next request does not fit, later ones wait too; otherwise large requests would never run.
+priority, the user whose requests have had the fewest steps so far is next. Among the requests of one user,
+the earliest is next. If the next request does not fit, later ones wait too; otherwise large requests would
+never run.
 
 A preempted request returns to its place at the front of the queue. The oldest request of the highest priority
 is never preempted for another, so there is always progress.
@@ -84,9 +85,7 @@ class Slots:
 
         Raises
         ------
-        BackPressureError
-            Too many wait, and none of them has a lower priority.
-        BadRequestError
+        BackPressureError Too many requests wait, and none of them has a lower priority. BadRequestError
             It does not fit even alone.
         """
         if request.cost + self.limits.cost_per_step > self.limits.max_cost:
@@ -107,7 +106,7 @@ class Slots:
         return evicted
 
     def overgrown(self, request: ActiveRequest) -> BadRequestError:
-        """Return the error for a request that does not fit alone with its next step."""
+        """Return the error for a request that exceeds the budget even alone, with its next step."""
         needed, most = request.cost + self.limits.cost_per_step, self.limits.max_cost
         return BadRequestError(
             f"The request needs {shown(needed)} with its next step, and max_cost is {shown(most)}; "

@@ -329,7 +329,8 @@ class Handle(BatchCalls):
     def _start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
     ) -> tuple[PendingCall[Any], ClusterConnection, str]:
-        """Start a call and return its future, connection and id; the items of a stream go into ``pipe``."""
+        """Start a call and return its future, its connection and its id; the items of a stream go into
+        ``pipe``."""
         connection = self._process.connection
         current = current_request.get()
         request_id, deadline, facts = identity_of(self._options, self._facts, self._process, current)

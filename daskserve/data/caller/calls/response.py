@@ -125,7 +125,7 @@ class Response:
     def _wait(
         self, future: PendingCall[Any], timeout_s: float | None, left_s: float | None = None
     ) -> float | None:
-        """Wait for the end of a call, at most for the remaining timeout; return what then remains of it."""
+        """Wait for the end of a call, for at most the remaining timeout; return the rest of the timeout."""
         if left_s is None:
             left_s = timeout_s
         if future.done():
@@ -157,7 +157,7 @@ class Response:
     # ---- used by `Handle.map`
 
     def follow(self, note: Callable[[Any], object]) -> None:
-        """Call ``note``, on any thread, once the call or the fetch of its result has ended."""
+        """Call ``note``, on any thread, once the call, or the fetch of its result, has ended."""
         future = self._fetching or self._future
         future.leaves_value = False
         future.add_done_callback(note)

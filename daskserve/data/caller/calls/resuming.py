@@ -42,7 +42,7 @@ async def resume_stream(
                 yield output
             return
         except (UnavailableError, BackPressureError) as error:
-            # A new stream may be refused; one that has begun waits for the remaining replicas.
+            # A new stream may be refused; a stream that has begun waits for the remaining replicas.
             pause_s = error.retry_after_s if isinstance(error, BackPressureError) else 0.0
             if not error.is_retryable or resumes >= max_resumes or (pause_s and not outputs):
                 raise

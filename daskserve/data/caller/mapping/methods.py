@@ -69,7 +69,7 @@ class BatchCalls:
     ) -> Any:
         """Return a `dask.bag.Bag` of the results of the calls of each item of a bag; see `map`.
 
-        A partition is a task of Dask, which calls its items like `map`.
+        A partition is one task of Dask, which calls the items of the partition like `map`.
         """
         check_max_in_flight(max_in_flight)
         check_collection("map_bag", bag, "map_partitions", "a bag of Dask, as dask.bag.from_sequence makes")

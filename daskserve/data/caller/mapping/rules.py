@@ -72,7 +72,7 @@ class Rules:
     retries : int
         How often a call that failed with an error of user code is repeated.
     errors : str
-        What to do with an item that has failed for good.
+        What to do with an item that has failed permanently.
     """
 
     retries: int = 0
@@ -85,7 +85,7 @@ class Rules:
             raise BadRequestError(f"errors must be 'raise', 'return' or 'skip'; got {self.errors!r}.")
 
     def after(self, error: BaseException, attempts: Attempts) -> Retry | None:
-        """Count a failure, and return when to try again; None if the item has failed for good."""
+        """Count a failure, and return when to try again; None if the item has failed permanently."""
         if isinstance(error, BackPressureError):  # the call has not begun
             return Retry(max(error.retry_after_s, LOST_PAUSE_S))
         if isinstance(error, UnavailableError) and error.is_retryable and not ends_all(error):
@@ -106,7 +106,7 @@ def ends_all(error: BaseException) -> bool:
 
 
 def check_collection(verb: str, given: Any, method: str, wanted: str) -> None:
-    """Raise `BadRequestError` unless the argument is a Dask collection, which has ``method``."""
+    """Raise `BadRequestError` unless the argument is a Dask collection with this ``method``."""
     if not hasattr(given, method):
         raise BadRequestError(
             f"{verb}() takes {wanted}, not a value of type {type(given).__name__}. For one value, call "

@@ -67,7 +67,7 @@ class Window:
     ) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
-        #: How many items are left in the source, as far as that is known.
+        #: The number of items that are left in the source, if it is known.
         self.backlog = 0
         #: Wakes the reader, from any thread.
         self.wake: Callable[[], object] | None = None
@@ -78,7 +78,7 @@ class Window:
         self._ended: deque[Item] = deque()
         #: Items to be called again, with the time.
         self._again: list[tuple[float, int, Item]] = []
-        #: The items that may have killed replicas, including the one that is being tried now.
+        #: The items that may have killed replicas, including the item that is being tried now.
         self._suspects: deque[Item] = deque()
         self._suspect: Item | None = None
         #: The items to read: in order, all that were started; otherwise, only those that have ended.

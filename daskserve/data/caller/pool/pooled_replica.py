@@ -17,7 +17,8 @@ from daskserve.data.caller.deferred_requests import DeferredRequests
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
-#: How long a replica gets no more requests of batch jobs after it refused one although it had free slots.
+#: Time for which a replica gets no more requests of batch jobs after it refused one although it had free
+#: slots.
 BATCH_REFUSAL_S = 3.0
 #: The `PooledReplica.batch_refusal` of a replica that has not refused a request of a batch job.
 NEVER_REFUSED = (-math.inf, 0)
@@ -94,8 +95,8 @@ class PooledReplica:
     def room_for_batch(self, now: float) -> int:
         """Return how many requests of batch jobs the replica accepts at a time.
 
-        If it has several slots, one is kept for live requests. If it recently refused requests although it
-        had free slots, the limit is the number that ran at that time.
+        If it has several slots, one slot is kept for live requests. If it recently refused requests although
+        it had free slots, the limit is the number that ran at that time.
         """
         refused_at, found = self.batch_refusal
         return found if now - refused_at < BATCH_REFUSAL_S else max(1, self.concurrency - 1)

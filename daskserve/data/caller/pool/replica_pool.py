@@ -1,7 +1,7 @@
 """The replicas of one backend as a router sees them, and the choice of the next one.
 
 Problem: a router may know a thousand replicas, most of them full or suspended. It must not scan them for each
-request. Choice: the replicas with room are in a list of their own, from which one is drawn in constant time.
+request. Choice: the replicas with room are in a separate list, from which one is drawn in constant time.
 A replica that fills up leaves the list by swapping places with the last entry, and returns with its first
 answer. Suspended replicas wait in a heap.
 
@@ -12,7 +12,7 @@ queue as well. So no-ops stay in their process, and a model that computes for 10
 another copy of it is idle. An idle replica is also found in constant time. A replica that joins a backend
 gets the next request.
 
-Light requests that arrive together go to the same one of several local replicas: see
+Light requests that arrive together all go to the same local replica, even if there are several: see
 `daskserve.data.caller.pool.request_groups`.
 
 An open WebSocket counts like a request, until the messages of its backend are known to be light
@@ -109,7 +109,7 @@ class ReplicaPool:
         self._idle_relayed: deque[PooledReplica] = deque()
         self._newcomers: deque[PooledReplica] = deque()
         self._suspended: list[tuple[float, int, PooledReplica]] = []
-        #: All replicas that are not suspended, for `Pick`; None until the list is made again after a change.
+        #: All replicas that are not suspended, for `Pick`; None until the list is built again after a change.
         self._usable: list[PooledReplica] | None = None
         self._numbers = itertools.count()
         #: The number of this process's requests at the replicas, including replicas that are no longer used,
@@ -207,7 +207,7 @@ class ReplicaPool:
         if self._suspended and self._suspended[0][0] <= now:
             self._resume_due(now)
         if self._full:
-            # One random entry is enough: frequent calls soon reach all of them.
+            # It is enough to try one random entry: frequent calls soon reach all of them.
             entry = self._full[int(rng.random() * len(self._full))]
             if now - entry.reported_at >= REPORT_S:
                 self._set_full(entry, is_full=False)

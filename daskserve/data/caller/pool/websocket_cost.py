@@ -1,8 +1,8 @@
 """Mean CPU time per WebSocket message, used to decide whether to prefer a local replica.
 
 A WebSocket stays at its replica for as long as it is open, and holds a slot. The work depends on its
-messages: a chat sends one a minute, whereas a model may compute for each of them. A *turn* is the time from
-when user code receives a message until it waits for the next.
+messages: a chat sends one message a minute, whereas a model may compute for each message. A *turn* is the
+time from when user code receives a message until it waits for the next.
 """
 
 from __future__ import annotations

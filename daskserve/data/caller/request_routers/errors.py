@@ -55,7 +55,7 @@ class RouterErrors:
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def current(self, *, is_made: bool) -> str:
-        """Return the current error; empty without one. ``is_made`` says whether a router is loaded."""
+        """Return the current error; empty if there is none. ``is_made`` says whether a router is loaded."""
         is_over = is_made and self._now() - self._failed_at >= ERROR_S
         return "" if is_over else self.text
 

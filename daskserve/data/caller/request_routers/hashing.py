@@ -63,7 +63,7 @@ class Ring:
         self._tags = set(tags)
 
     def owner(self, key: int) -> str:
-        """Return the tag of the replica to which a key belongs; there must be one."""
+        """Return the tag of the replica to which a key belongs; the ring must not be empty."""
         return self._owners[bisect.bisect_right(self._hashes, key) % len(self._owners)]
 
     def walk(self, key: int) -> Iterator[str]:

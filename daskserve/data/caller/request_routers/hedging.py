@@ -5,7 +5,7 @@ would answer at once. Choice: a request that takes longer than most is also sent
 first answer is used, and the other try is cancelled. Only requests that may run twice are hedged. A budget
 limits the number of second attempts, in case all requests of a deployment take long. While little of the
 budget is left, second attempts begin later. Otherwise requests that are only slightly slower than most would
-spend it, and none would be left for slow ones.
+use up the budget, and none would be left for slow ones.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Hedging:
         self._late: dict[_Race, SecondAttempt] = {}
         #: The delay before a second attempt; None until enough latencies are known.
         self.delay_s: float | None = None
-        #: The number of second attempts that answered first, and of those that did not.
+        #: The number of second attempts that answered first, and of second attempts that did not.
         self.won = self.lost = 0
 
     def covers(self, envelope: Envelope) -> bool:
@@ -155,7 +155,7 @@ class Hedging:
         """Begin second attempts of the oldest late requests, as far as budget and replicas allow.
 
         Requests that are only slightly slower than most end while they wait for the budget, so the budget is
-        spent on slow ones.
+        used for slow ones.
         """
         if self._saved < 1 or not self._late:
             return
@@ -217,7 +217,7 @@ class _Race:
         return take
 
     async def is_open(self, pause_s: float | None) -> bool:
-        """Wait for some time; return whether the first attempt has neither answered nor ended by then."""
+        """Wait for a time; return whether the first attempt has then neither answered nor ended."""
         first = [self.tasks[0], self._decided]
         await asyncio.wait(first, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         return self.is_on

@@ -127,7 +127,7 @@ def host_of(worker: str) -> str:
 
 @dataclass(slots=True)
 class RequestRoutingContext:
-    """The earlier attempts of routers for a request; only routers read and write it."""
+    """The earlier attempts of routers for a request; used only by routers."""
 
     multiplexed_start_matching_time: float | None = None
     tried_fewest_multiplexed_models: bool = False
@@ -315,7 +315,7 @@ class RequestRouter:
         self._replica_id_set: set[ReplicaID] = set()
 
     def initialize_state(self, *args: Any, **kwargs: Any) -> None:
-        """Take the ``request_router_kwargs``; called once, before everything else."""
+        """Take the ``request_router_kwargs``; called once, before all other methods."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Record the running replicas; called at the beginning and whenever they change."""
@@ -329,7 +329,7 @@ class RequestRouter:
         """Return lists of replicas, the best list first; may be ``async`` as long as it awaits nothing.
 
         The request goes to the least loaded replica with room in the first list that has one. If no list has
-        such a replica, the request waits, and the router is asked again.
+        such a replica, the request waits, and the router is called again later.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method choose_replicas")
 
@@ -375,7 +375,8 @@ class LocalityMixin(RequestRouter):
     """Methods for a router that prefers replicas on its own host."""
 
     def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
-        """Return the ids of the replicas on this host for a request's first call; later the ids of all."""
+        """For a request's first call, return the ids of the replicas on this host; for later calls, the ids
+        of all."""
         if pending_request is not None and not pending_request.routing_context.tried_same_node:
             pending_request.routing_context.tried_same_node = True
             near = {each.replica_id for each in self._replicas_list if each.node_id == self._self_node_id}

@@ -43,7 +43,7 @@ def load_router(named: str) -> type[RequestRouter]:
     """
     found: Any = _unpickled(named) if named.startswith(PICKLED) else import_definition(named)
     if not (isinstance(found, type) and callable(getattr(found, "choose_replicas", None))):
-        raise TypeError(f"{found!r} is no class with a method choose_replicas")
+        raise TypeError(f"{found!r} is not a class with a method choose_replicas")
     if not issubclass(found, RequestRouter):
         raise TypeError(f"{found.__name__} does not derive from daskserve.request_router.RequestRouter")
     return found

@@ -12,14 +12,14 @@ the prompt again. For the same reason, the router does not parse the body of an 
 JSON from the prompt on.
 
 For each hash, the router keeps the replicas that last got a text with this beginning. A request goes to the
-least loaded of the replicas that have the longest part of its beginning. If that replica has so many more
-requests than others that waiting would take longer than computing, the request goes to another one. A text
-with an unknown beginning goes to the replica that consistent hashing of its first block selects, so all
-processes choose the same replica.
+least loaded of the replicas that have the longest part of its text. If that replica has many more requests
+than others, so that waiting would take longer than computing, the request goes to another one. A text with an
+unknown beginning goes to the replica that consistent hashing of its first block selects, so all processes
+choose the same replica.
 
 The router forgets the least recently used beginnings, in two generations. A beginning that is used moves to
-the young generation. When that is full, it becomes the old generation, and the former old one is dropped.
-Moving each hash within one ordered dictionary would take a quarter of the time of a choice.
+the young generation. When the new generation is full, it becomes the old one, and the previous old one is
+dropped. Moving each hash within one ordered dictionary would take a quarter of the time of a choice.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class RequestRouting:
         self_node_id: str = "",
     ) -> None:
         self.setup = setup
-        #: When to ask the router again, because it has named no replica.
+        #: When to call the router again, because it has chosen no replica.
         self.ask_again_at: float | None = None
         self._attempts = 0
         self._tag = tag
@@ -259,7 +259,7 @@ class RequestRouting:
             best, least = None, 0.0
             for each in rank:
                 if type(each) is not RunningReplica:
-                    raise RouterError("answer", f"chose {each!r:.120}, which is no replica")
+                    raise RouterError("answer", f"chose {each!r:.120}, which is not a replica")
                 known = self._known.get(each._entry.tag)  # a router may return copies
                 if known is None:
                     continue  # the replica has stopped in the meantime
@@ -325,7 +325,7 @@ class RequestRouting:
             # replicas.
             mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
-        # The weight of a user's router is not used: a wrong value would fail the request.
+        # The weight of a user's router is not used, because a wrong value would fail the request.
         router: Any = RequestRouter if self._router is None or self._thread is not None else self._router
         weight = router.latency_weight
         changed = latency_s + (weight if latency_s else 1.0) * (took_s - latency_s)

@@ -1,13 +1,13 @@
 """Runs a user's router in its own thread.
 
 Problem: the event loop that asks a router sends all requests of a process. If a router were called on the
-loop and hung, the process could send no requests at all, because Python cannot interrupt a thread. Choice:
-the router runs in a thread, and the loop waits only a short time for the answer. A router that is late is not
-asked again until it has answered and a pause has passed, which becomes longer each time.
+loop and hung, the process could send no requests at all, because Python cannot interrupt code in a thread.
+Choice: the router runs in a thread, and the loop waits only a short time for the answer. A late router is not
+called again until it has answered and a pause has passed, which becomes longer each time.
 
-The thread sleeps while it reads a pipe. The write that wakes it releases the interpreter lock, which the
-thread takes, so it has usually answered before the loop continues. With a queue, both threads would sleep and
-wake twice, once for the queue and once for the lock, and an answer would cost twice the CPU time (13 µs
+The thread sleeps while it reads a pipe. The write that wakes the thread releases the interpreter lock, which
+the thread takes, so it has usually answered before the loop continues. With a queue, both threads would sleep
+and wake twice, once for the queue and once for the lock, and an answer would cost twice the CPU time (13 µs
 instead of 6). For the same reason the thread runs on the same processor as the loop.
 
 Events are passed to the router in order, without waiting.
@@ -31,7 +31,7 @@ from daskserve.loops.processors import Follower
 
 #: How long the event loop waits for an answer.
 ANSWER_S = 0.1
-#: How long a late router is not asked; doubles each time.
+#: How long a late router is not called; doubles each time.
 PENALTY_S = 1.0
 MAX_PENALTY_S = 60.0
 #: Maximum number of events that wait for the router; later ones are dropped.
@@ -94,7 +94,7 @@ class RouterThread:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the router may be asked: it is not late, and no pause is running."""
+        """Whether the router may be called: it is not late, and no pause is running."""
         if self._late is None:
             return True
         if self._late.is_done and stopwatch() >= self._not_before:
@@ -141,8 +141,8 @@ class RouterThread:
     def finished(self, coroutine: Coroutine[Any, Any, Any], again: Callable[[], Any]) -> Any:
         """Return the result of a coroutine; runs in the thread.
 
-        Most coroutines do not wait, and run without an event loop, which would take ten times as long. Once
-        one does wait, it is called ``again`` on a loop, and so are all later ones.
+        Most coroutines do not wait, and run without an event loop, which would take ten times as long. If a
+        coroutine does wait, it is called ``again`` on a loop, and so are all later ones.
         """
         if not self._needs_loop:
             try:

@@ -27,7 +27,7 @@ class ReplicaAvailability:
         self.is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
-        #: Why no replica can load its code; empty if a replica can, or if that is not known.
+        #: Why no replica can load its code; empty if a replica can, or if this is not known.
         self._unloadable = ""
         #: Set while the backend is being deleted: the error of its deploy, or an empty string.
         self._ending: str | None = None

@@ -3,9 +3,9 @@
 A report also contains the requests of the two versions of a rollout, and the failures of users' request
 routers.
 
-While requests wait or are in flight, a process sends one message a second for all backends, and one more
-when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a
-backend with zero replicas starts as many as they need within the second.
+While requests wait or are in flight, a process sends one message a second for all backends, and one more when
+they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so that a
+backend with zero replicas starts as many as they need within a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PERIOD_S = 1.0
 STARVING_PERIOD_S = 0.25
 #: Period of the reports if only failures of a user's request router need to be reported.
 ERROR_PERIOD_S = 5.0
-#: Delay of an urgent report: the first report of a burst should count all of its requests.
+#: Delay of an urgent report, so that the first report of a burst counts all of its requests.
 GATHER_S = 0.02
 #: Delay before the next report after one failed, for example because the controller is being replaced.
 REPORT_RETRY_S = 0.1
@@ -170,7 +170,8 @@ class LoadReports:
                 pass
 
     def _live(self) -> dict[str, Any]:
-        """Return the totals of the calls by caller and endpoint, and the requests that wait, by backend."""
+        """Return the totals of the calls by caller and endpoint, and the numbers of waiting requests by
+        backend."""
         calls = [
             [caller, endpoint, each.begun, each.failed]
             for endpoint, callers in self._calls().items()

@@ -1,7 +1,7 @@
 """A request that is queued at a full replica, as its router sees it.
 
 A request of a batch job may be queued at a replica although that has free slots, which it keeps for live
-requests. Then the request is deferred: the router goes on to send live requests to that replica.
+requests. Then the request is deferred: the router continues to send live requests to that replica.
 
 `daskserve.data.replica.requests.slots` is the replica's side.
 """
@@ -33,7 +33,7 @@ from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
 
-#: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
+#: Total time that a request waits in the queues of replicas. Each replica gets an equal share, but at
 #: least `MIN_QUEUE_TIMEOUT_S`. Then the request moves to another replica.
 QUEUE_TIMEOUT_S = 0.5
 MIN_QUEUE_TIMEOUT_S = 0.025

@@ -4,9 +4,9 @@ A request that had begun may have had side effects. It is retried only if three 
 method is idempotent (RFC 9110, 9.2.2), or the call's option says so; its body was small enough to keep; and
 no byte of the response has been sent. The caller never gets two responses.
 
-A request that had not begun is retried whatever its method. A channel may already have read the first message
-of its body, so the retry sends that message again. A body in one message is in the sender's memory in any
-case, so it is kept whatever its size.
+A request that had not begun is retried regardless of its method. A channel may already have read the first
+message of its body, so the retry sends that message again. A body in one message is in the sender's memory in
+any case, so it is kept regardless of its size.
 """
 
 from __future__ import annotations

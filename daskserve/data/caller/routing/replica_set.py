@@ -370,7 +370,7 @@ class ReplicaSet:
             self.metrics.waits.observe(stopwatch() - began)
 
     def _serve_waiting(self) -> None:
-        """Give free replicas to the waiting requests, in order."""
+        """Assign free replicas to the waiting requests, in order."""
         if self._apart.waiters:
             self._apart.serve()
             self._set_alarm()

@@ -67,7 +67,7 @@ class Router:
         self.endpoint = endpoint
         self._routers = routers
         self._policy: TrafficPolicy | None = None
-        #: The replica set of all requests, if there is only one and the endpoint has no shadows.
+        #: The replica set of all requests, if there is only one set and the endpoint has no shadows.
         self.only: ReplicaSet | None = None
         #: Whether the endpoint's backends get a classic ``ServeRequest`` instead of the caller's arguments.
         self.is_legacy = True

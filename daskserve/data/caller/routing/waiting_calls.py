@@ -17,7 +17,7 @@ from daskserve.loops.tasks import pause
 
 T = TypeVar("T")
 
-#: How long a deletion waits for calls that are not sent; these time out after a similar time.
+#: Timeout of a deletion that waits for unsent calls, which time out after a similar time.
 WAITING_CALLS_S = 10.0
 
 
@@ -65,5 +65,5 @@ def waiting_calls_of(cluster: Process) -> WaitingCalls:
 
 async def wait_until_sent(cluster: Process) -> None:
     """Return when all calls that this process has begun have been sent, or after `WAITING_CALLS_S`."""
-    with suppress(TimeoutError):  # late calls fail with their own error
+    with suppress(TimeoutError):  # late calls fail when they time out
         await cluster.clock.wait_for(waiting_calls_of(cluster).wait_until_over(), WAITING_CALLS_S)

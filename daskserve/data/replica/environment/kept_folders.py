@@ -1,7 +1,7 @@
 """Folders that a machine keeps for later replicas, and deletes once they are unused for a long time.
 
 The modification time of a folder is the time of its last use. A process that uses a folder holds a shared
-lock on it until the process ends, so that a folder in use stays, however old it is.
+lock on it until the process ends, so that a folder in use is kept, regardless of its age.
 """
 
 from __future__ import annotations

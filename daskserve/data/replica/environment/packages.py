@@ -1,7 +1,7 @@
 """Packages for a replica: a virtual environment on this machine, installed once and kept.
 
-The environment is a layer over that of the worker: its own packages take precedence over the worker's. The
-name of its folder is a digest of the packages and the Python version, so replicas with the same packages
+The environment is a layer over that of the worker: packages of the layer take precedence over the worker's.
+The name of its folder is a digest of the packages and the Python version, so replicas with the same packages
 share it. Processes of this machine install one after another, by a file lock, and a mark in the folder shows
 that an installation is complete.
 """
@@ -33,7 +33,7 @@ SHOWN_LINES = 15
 
 
 def find_installer(variables: Mapping[str, str]) -> str | None:
-    """Return the path of uv if it is installed here; otherwise None, and pip is used."""
+    """Return the path of uv if it is installed here; None otherwise, in which case pip is used."""
     return shutil.which("uv", path=variables.get("PATH", os.defpath)) or (
         # Installed as a package of the worker's environment.
         shutil.which("uv", path=os.path.join(sys.prefix, "bin"))
@@ -62,8 +62,7 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
 
     Raises
     ------
-    ReplicaStartError
-        They cannot be installed; the error shows the end of the installer's output.
+    ReplicaStartError The packages cannot be installed; the error shows the end of the installer's output.
     """
     folder = folder_of(packages, root)
     root.mkdir(parents=True, exist_ok=True, mode=0o700)

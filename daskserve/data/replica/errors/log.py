@@ -101,7 +101,7 @@ class FailureLog:
         note_logged(error, *request_ids)
         try:
             self._log(error, ", ".join(request_ids))
-        # a user's logging filter may raise anything; the caller must get its answer in any case
+        # A user's logging filter may raise any error; the caller must get its answer in any case.
         except Exception:
             logger.warning("An error of user code could not be logged: %s", error.summary)
 

@@ -3,7 +3,7 @@
 Most errors are packed where user code raises them, in a fraction of a millisecond
 (`daskserve.payload.packed_errors.pack_now`). But the ``__str__`` or ``__reduce__`` of a user's class may
 hang, and on the worker's loop even reading the source lines of a traceback takes too long. These errors are
-packed in threads. After the timeout, the caller gets the class and its plain values.
+packed in threads. After the timeout, the caller gets the name of the class and the plain values of the error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ErrorPackers:
         packing.deliver()
         if packing.run is not None:
             packing.run.cancel()
-            # Other errors may wait behind this one, and only starting a run adds a thread.
+            # Other errors may wait behind this one, and threads are added only when a run starts.
             self._start(_Packing(None, packing.packed), Context())
 
     async def close(self, grace_s: float) -> bool:
@@ -91,7 +91,7 @@ class _Packing:
                 self._latest = packed
                 if self._error is None:
                     return  # packing took too long
-        except BaseException:  # user code may raise anything; `_latest` has the result so far
+        except BaseException:  # user code may raise any error; `_latest` has the result so far
             pass
 
     def run_ended(self, value: Any, error: Exception | None) -> None:

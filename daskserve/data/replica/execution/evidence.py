@@ -2,8 +2,8 @@
 
 A loop may be late because user code blocks it, because the machine is busy, or because another thread holds
 the interpreter lock. Only a call of user code that stays on the loop's stack in consecutive samples counts as
-the cause. Each sample counts for one interval at most, and less if the thread waited for a processor. So late
-samples, and calls that wait for a processor, count little.
+the cause. Each sample counts for at most one interval, and for less if the thread waited for a processor. So
+late samples, and calls that wait for a processor, count little.
 """
 
 from __future__ import annotations

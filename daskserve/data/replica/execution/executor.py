@@ -84,7 +84,7 @@ class UserExecutor:
         self.threads: UserThreads
         #: Runs probes only, so that they need not wait for requests.
         self.reserved: UserThreads
-        #: Runs neither requests nor probes: a function that hangs here blocks no other code.
+        #: Runs neither requests nor probes, so a function that hangs here blocks no other code.
         self.background: UserThreads
         if is_loop_shared:
             self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)

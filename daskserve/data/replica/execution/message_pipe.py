@@ -61,8 +61,8 @@ class MessagePipe:
         self._inbox: list[Message | Exception] = [] if first is None else [first]
         self._readers: list[asyncio.Future[None]] = []
 
-    # Whether user code has begun its response. This and the next ones are class attributes, because each
-    # request creates a pipe, and most never change them.
+    # Whether user code has begun its response. These are class attributes, because each request creates a
+    # pipe, and most requests never change them.
     is_started = False
     #: The bytes of the body that the caller does not have yet, infinite if the length is unknown. At 0, the
     #: caller has the whole response, although the application may end it later, after background tasks.
@@ -79,7 +79,7 @@ class MessagePipe:
     # Counts of incoming messages: only the worker's side writes `_arrived`, and only the user's side
     # `_taken`.
     _arrived = _taken = 0
-    #: The task that reads ahead. The user's side requests more messages only while there is none.
+    #: The task that reads ahead. The user's side requests more messages only when it has none.
     _reading: asyncio.Task[None] | None = None
 
     # ---- called by user code
@@ -199,7 +199,7 @@ class MessagePipe:
             self._arrive(_going_away())
 
     def close(self) -> None:
-        """Detach from the caller: drop messages from user code, which receives a disconnect."""
+        """Detach from the caller: drop messages from user code, and send it a disconnect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -254,7 +254,7 @@ class MessagePipe:
                     message, has_more = error, False
                 self._arrived += 1
                 if not has_more or self._arrived - self._taken >= WINDOW:
-                    # Set before the post, because after this message user code has to request the next one.
+                    # Set before the post, because user code has to request the next message after this one.
                     self._reading = None
                 to_user.post_soon(self._deliver, message)
         finally:

@@ -14,7 +14,7 @@ runner                where the code runs                                      h
 ====================  =======================================================  ==========================
 
 `daskserve.data.replica.execution.executor.UserExecutor` chooses among the first four. Code that starts a run
-does not know which runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
+does not know which runner it has: it only uses the `CodeRun`, and is notified of its end as a `RunListener`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class CodeRun:
         return self._context
 
     def drive(self) -> Awaitable[None] | None:
-        """Return an awaitable that the listener's task has to await for the code to run; None without one."""
+        """Return an awaitable that the listener's task has to await so that the code runs; None if there is
+        none."""
         return None
 
     def cancel(self) -> None:

@@ -1,10 +1,10 @@
 """Async code within the task of its request, for backends with ``event_loop="worker"``.
 
-On the worker's loop, a task for user code costs as much as the router's work for a request. A separate task
-is only needed for a request with a deadline: the code may ignore its cancellation, and the caller continues
-without it. Without a deadline, the code runs within the request's task (`TaskRun`). Code that never waits
-then needs neither a task nor a run: it has ended when
-`daskserve.data.replica.execution.executor.UserExecutor.enter` returns.
+On the worker's loop, a task for user code costs as much as the router's work for a request. Only a request
+with a deadline needs a separate task: the code may ignore its cancellation, and the caller continues without
+it. Without a deadline, the code runs within the request's task (`TaskRun`). Code that never waits then needs
+neither a task nor a run: it has ended when `daskserve.data.replica.execution.executor.UserExecutor.enter`
+returns.
 
 A call that needs no task itself gets one for its code
 (`daskserve.data.replica.execution.user_loop.LoopRunner`). This takes a third less CPU time within the
@@ -95,7 +95,7 @@ class TaskRun(CodeRun):
 
     def _cancel_calls(self, thrown: BaseException) -> None:
         # After the code itself, because code that awaits one of its calls must be cancelled once, not twice.
-        # By now, a timeout in the code has withdrawn its cancellation.
+        # At this point, a timeout in the code has withdrawn its cancellation.
         if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
             request = self._context.get(current_request)
             if request is not None:

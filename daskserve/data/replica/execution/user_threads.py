@@ -111,7 +111,7 @@ class UserThreads:
         self.pid = os.getpid()
         self._name = name
         self._start_thread = start_thread
-        #: The jobs of the threads. A thread that takes a plain function, rather than a run, ends after it.
+        #: The jobs of the threads. A thread that takes a plain function instead of a run ends after it.
         self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[RunningThread] = []
         self._running_threads = 0
@@ -187,7 +187,7 @@ class UserThreads:
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for an event; return whether it was set in time."""
+    """Wait for an event; return whether it was set before the timeout."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
     return event.is_set()

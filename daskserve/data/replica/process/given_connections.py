@@ -10,7 +10,7 @@ slots in a `daskserve.loops.connection_table.ConnectionTable`::
                                      <-------   slot + `GIVE_BACK`: it is given back
 
 A connection that comes back continues at another process, with the bytes in its record. The connections of
-a child that has ended do so, too. Only those whose response had begun are closed.
+a child that has ended do so, too. Only those of which a part of a response was sent are closed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from daskserve.loops.connection_table import (
     EVICT,
@@ -33,11 +34,14 @@ from daskserve.loops.connection_table import (
     MovedConnection,
     receive_message,
 )
+from daskserve.loops.tcp_counts import Transferred, transferred
 
 #: Interval at which the proxy checks whether a child has taken its connections; how long a child may take
 #: none of them; and how long it then gets no more.
 CHECK_S, UNTAKEN_S, BLOCKED_S = 0.05, 0.2, 1.0
-_MESSAGES = 4096
+#: How many messages are read, and how many connections of a lost child continue, in one iteration of the
+#: event loop; each takes 0.1 ms.
+_AT_ONCE = 100
 
 
 @dataclass
@@ -46,6 +50,8 @@ class _Given:
 
     sock: socket.socket
     stays: bool
+    #: What had been read and written before.
+    before: Transferred | None
 
 
 class GivenConnections:
@@ -104,13 +110,14 @@ class GivenConnections:
         assert self._loop is not None
         slot = self._free.pop()
         self._table.reset(slot)
+        before = transferred(moved.sock)
         try:
             socket.send_fds(self._ours, [SLOT_NUMBER.pack(slot)], [moved.sock.fileno()])
         except OSError:  # the child has ended, or takes no messages
             self._free.append(slot)
             self._blocked_until = self._loop.time() + BLOCKED_S
             return False
-        self._given[slot] = _Given(moved.sock, moved.stays)
+        self._given[slot] = _Given(moved.sock, moved.stays, before)
         self._untaken[slot] = self._loop.time()
         if self._check is None:
             self._check = self._loop.call_later(CHECK_S, self._find_untaken)
@@ -166,18 +173,25 @@ class GivenConnections:
                 self._come_back(slot)
 
     def _read(self) -> None:
-        """Read the messages of the child."""
-        while True:
-            try:
-                data = self._ours.recv(_MESSAGES)
-            except OSError:  # there are no more
-                return
-            for (slot,) in SLOT_NUMBER.iter_unpack(data):
-                if slot & GIVE_BACK:
-                    self._note_untaken(slot & ~GIVE_BACK)
-                    self._come_back(slot & ~GIVE_BACK)
-                elif (found := self._pop(slot)) is not None:
-                    found.sock.close()
+        """Read some messages of the child."""
+        with suppress(OSError):  # there are none
+            self._handle(self._ours.recv(_AT_ONCE * SLOT_NUMBER.size))
+
+    def _read_all(self) -> None:
+        """Read all messages of a child that sends no more."""
+        data = b""
+        with suppress(OSError):  # there are no more
+            while True:
+                data += self._ours.recv(_AT_ONCE * SLOT_NUMBER.size)
+        self._handle(data)
+
+    def _handle(self, messages: bytes) -> None:
+        for (slot,) in SLOT_NUMBER.iter_unpack(messages):
+            if slot & GIVE_BACK:
+                self._note_untaken(slot & ~GIVE_BACK)
+                self._come_back(slot & ~GIVE_BACK)
+            elif (found := self._pop(slot)) is not None:
+                found.sock.close()
 
     def _note_untaken(self, slot: int) -> None:
         """Pause if a child returns a connection that it could not take, for lack of file descriptors."""
@@ -192,10 +206,13 @@ class GivenConnections:
         return found
 
     def _come_back(self, slot: int, lost: LostAttempt | None = None) -> None:
-        state, received = self._table.state(slot), self._table.received(slot)
         found = self._pop(slot)
         if found is None:
             return
+        counts = None
+        if lost is not None and found.before is not None and (now := transferred(found.sock)) is not None:
+            counts = now.since(found.before)
+        state, received = self._table.read(slot, counts)
         if state == ConnectionState.FIXED:
             found.sock.close()
             return
@@ -213,15 +230,23 @@ class GivenConnections:
             The attempt of the requests that had begun.
         """
         if self._loop is not None:
-            self._read()
-            for slot in list(self._given):
-                self._come_back(slot, lost)
-        self.close()
+            self._read_all()
+            self._loop.remove_reader(self._ours)
+        self._recover_some(lost)
+
+    def _recover_some(self, lost: LostAttempt) -> None:
+        # A child may have thousands of connections, and the event loop has other work.
+        for slot in list(islice(self._given, _AT_ONCE)):
+            self._come_back(slot, lost)
+        if self._given and self._loop is not None:
+            self._loop.call_soon(self._recover_some, lost)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
         if self._loop is not None:
-            self._read()
+            self._read_all()
             self._loop.remove_reader(self._ours)
             self._loop = None
         if self._check is not None:

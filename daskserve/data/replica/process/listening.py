@@ -33,8 +33,8 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The key of the `ListeningChildren` in ``cluster.shared``.
 KEY = "listening_children"
-#: The pause before the next attempt if a child cannot listen.
-RETRY_S = 1.0
+#: The pause before the next attempt if a child cannot listen; it doubles up to the second value.
+RETRY_S, RETRY_MOST_S = 1.0, 60.0
 #: How long after the grace period a child may report that it has closed a port.
 ANSWER_S = 1.0
 #: How long connections may stay open at a child that no longer answers any endpoint itself.
@@ -104,16 +104,19 @@ class ListeningChild:
         self.updating: asyncio.Task[None] | None = None
         self._changed, self.notified = asyncio.Event(), asyncio.Event()
         self.notified.set()
+        self._is_failing = False  # the child could not listen, so its requests go to the proxy
         self._leaving = TaskSet(logger)
 
     def notify(self) -> None:
         """Schedule an update of the child; it contains all changes up to the time when it is sent."""
-        self.notified.clear()
+        if not self._is_failing:
+            self.notified.clear()
         self._changed.set()
 
     async def run(self) -> None:
         """Send the child each change until it ends."""
         errors = ErrorLog(logger)
+        pause_s = RETRY_S
         try:
             while True:
                 await self._changed.wait()
@@ -124,9 +127,14 @@ class ListeningChild:
                     return
                 except Exception as error:
                     errors.log(error, "The process of %s cannot listen", self.replica_tag)
-                    await self._cluster.clock.sleep(RETRY_S)
+                    self._is_failing = True
+                    self._withdraw()
+                    self.notified.set()
+                    await self._cluster.clock.sleep(pause_s)
+                    pause_s = min(2 * pause_s, RETRY_MOST_S)
                     self._changed.set()
                     continue
+                pause_s, self._is_failing = RETRY_S, False
                 if not self._changed.is_set():
                     self.notified.set()
         finally:

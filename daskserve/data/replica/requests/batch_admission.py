@@ -18,7 +18,8 @@ from daskserve.common.types import RankInfo
 
 #: The share of the rate that a smaller limit must reach to be chosen.
 ENOUGH_SHARE = 0.8
-#: A measurement has at least this many answers, twice as many as the limit, and this duration.
+#: A measurement lasts at least for this number of answers, for twice as many answers as the limit, and for
+#: this duration.
 MIN_ANSWERS = 6
 MIN_S = 1.0
 #: The pause between two searches. It doubles after each search without an improvement.
@@ -143,8 +144,8 @@ class BatchAdmission:
     Parameters
     ----------
     concurrency : int
-        The slots of the replica. If there are several, batch jobs leave at least one free, and as many as
-        live requests have lately used at a time.
+        The slots of the replica. If there are several, batch jobs leave at least one free, and at least as
+        many as live requests have recently used at a time.
     """
 
     def __init__(self, concurrency: int) -> None:

@@ -93,7 +93,7 @@ class ReplicaBatches:
         """Return the outcome of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
-            # A plain function runs one batch at a time; meanwhile, further requests are collected.
+            # A plain function runs one batch at a time; further requests are collected during that time.
             counts = self._metrics.batches_of(method.name)
             name = f"{method.name} in replica {short_tag(self._slots.replica_tag)}"
             queue = self.queues[method.name] = BatchQueue(

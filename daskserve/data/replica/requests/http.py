@@ -78,7 +78,7 @@ class LocalHTTPRequest(LocalRequest):
         method = code.servable.methods.get(CALL)
         if method is None or method.is_asgi or method.accepts_batches:
             return True
-        # On the worker's loop, a task for the request saves one for user code.
+        # On the worker's loop, a task for the request makes a task for user code unnecessary.
         return method.is_async and code.executor.is_on_worker_loop
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
@@ -93,7 +93,8 @@ class LocalHTTPRequest(LocalRequest):
         self._method = method
         is_websocket = scope["type"] == "websocket"
         if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
-            # The server gives the code of a WebSocket some time after the disconnect, and then cancels it.
+            # The server gives the code of a WebSocket some time after the disconnect, and cancels it
+            # afterwards.
             self.survives_caller = not is_websocket
             if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN

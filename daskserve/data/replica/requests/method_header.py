@@ -43,7 +43,7 @@ def named_method(servable: Servable, scope: Mapping[str, Any]) -> Method:
 
 
 def no_call_error() -> BadRequestError:
-    """Return the error for a request that names no method, to a class without ``__call__``."""
+    """Return the error for a request without the name of a method, to a class without ``__call__``."""
     return BadRequestError(
         "A class without __call__ answers HTTP requests only if its backend has the option "
         "method_header=True and the header X-SERVE-CALL-METHOD names a method."

@@ -414,7 +414,8 @@ def _changed(request: ReplicaRequest) -> None:
 
 
 def _answer_error(request: ReplicaRequest, on_answer: OnAnswer) -> None:
-    # It is not raised here: its traceback would refer to frames that refer to it, and keep the request.
+    # It is not raised here, because its traceback would refer to frames that refer to it, and keep the
+    # request.
     error, request.error = request.error, None
     assert error is not None
     request.fail()
@@ -471,6 +472,7 @@ def set_context(request: LocalRequest) -> None:
 
 
 def start_next(request: LocalRequest, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
-    """Start the next step of user code, in a copy of its context, which the last run may still use."""
+    """Start the next step of user code, in a copy of its context, because the last run may still use the
+    context."""
     request.context = request.context.copy()
     request.start_code(is_async, function, *args)

@@ -1,15 +1,15 @@
 """The slots of a replica, and the short queue of requests that wait for one.
 
 Problem: each router knows only its own requests at a replica. If a refused router could only retry, it would
-mostly be refused again: the router whose request has just ended is the first to know of the free slot, and
+mostly be refused again: the router whose request has just ended is the first to learn of the free slot, and
 would take it each time. Choice: if a router knows no other replica with a free slot, its request carries a
 `daskserve.common.types.QueueTimeout` and waits here. A free slot goes directly to the first request of the
 queue, so a later request never takes it.
 
 A request is refused when its timeout ends, so that its router may choose another replica. If the request
 returns, it states how long it has waited and keeps its position. Each router has one request at a time in the
-queue, so routers take turns, however many requests wait in each. The router is notified when its request gets
-a slot (`SLOT_TAKEN`).
+queue, so routers take turns, regardless of the number of requests that wait in each. The router is notified
+when its request gets a slot (`SLOT_TAKEN`).
 """
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ class Slots:
             self._idle.set()
 
     def _is_kept_free(self, envelope: Envelope) -> bool:
-        """Return whether this request is of a batch job, and the replica is kept free of such requests."""
+        """Return whether this request belongs to a batch job and the replica is kept free of such
+        requests."""
         room = self._batch_room
         return room is not None and is_of_batch(envelope) and room.is_kept_free(self.rank_info, stopwatch())
 

@@ -64,7 +64,7 @@ TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
     (STREAMING, LATE): CANCELLED,
     (CANCELLED, ENDED): DONE,
 }
-# The same table by state: two lookups by a string are faster than one by a tuple.
+# The same table by state, because two lookups by a string are faster than one by a tuple.
 NEXT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
     for state in get_args(RequestState)

@@ -94,6 +94,6 @@ def _item(name: str, item: Any) -> Message:
 def _check(name: str, result: Any) -> None:
     if not isinstance(result, AsyncIterator):
         raise StreamOptionError(
-            f"{name} was called with stream=True and returned {type(result).__name__}, no generator; call "
-            "it without."
+            f"{name} was called with stream=True and returned {type(result).__name__}, not a generator; "
+            "call it without stream=True."
         )

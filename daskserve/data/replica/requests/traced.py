@@ -33,7 +33,7 @@ from daskserve.telemetry.tracing.templates import ReplicaTemplates, SpanTemplate
 MAX_NAMED = 8
 #: A shorter wait for a slot gets no span.
 SHORT_NS = 100_000
-#: A longer wait for a thread or an event loop gets an event.
+#: A wait for a thread or an event loop that is longer than this gets an event.
 LONG_S = 0.002
 
 _ERRORS: Mapping[RequestEvent, str] = {LEFT: "cancelled", LATE: "timeout"}
@@ -115,7 +115,7 @@ def _end_unfinished(request: TracedRequest) -> None:
 
 
 def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
-    """Record that a request has waited for a slot, unless that was short."""
+    """Record that a request has waited for a slot, unless the wait was short."""
     state, request.wait = request.wait, None
     if state is not None and wall_ns() - span.start_ns > SHORT_NS:
         wait = span.child("queue", state)

@@ -190,7 +190,7 @@ class ObjectApp:
             self._build = found
         elif isinstance(found, (Starlette, Router)):
             copier = _copier(_Binding(cls))
-            # The parts are shared again, because the class may have got new ones since it was decorated.
+            # The parts are shared again, because the class may have got new parts since it was decorated.
             made, self.copies = copier.copied(*_share_parts(cls, found))
             self.app = copier.app_for(made) if isinstance(made, Router) else made
         else:
@@ -212,7 +212,7 @@ class ObjectApp:
 
 @contextmanager
 def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
-    """Construct an object of a class; meanwhile, the names of its application refer to the object's copy.
+    """Construct an object of a class; during this, the names of its application refer to the object's copy.
 
     Yields a function that gives the object its application. The constructor's block calls it, because the
     lifespan protocol hides errors of the application.

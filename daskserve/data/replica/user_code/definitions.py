@@ -131,7 +131,7 @@ def _docs_path(app: Any) -> str:
 
 
 def python_methods(definition: Any) -> list[str]:
-    """Return the names of the public methods of a class, which a handle may call."""
+    """Return the names of the public methods of a class, which can be called by handle."""
     if not inspect.isclass(definition):
         return []
     return [name for name, _ in _functions_of(definition) if name != CALL]

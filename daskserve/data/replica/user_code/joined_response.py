@@ -3,7 +3,7 @@
 An application sends the start of a response, then its body. Most responses have one body message. Then both
 messages cross to the worker's loop, and to another process, as one `daskserve.common.types.WHOLE_RESPONSE`.
 
-The first part of a stream may come much later than its start, for which the client may wait, as the
+The first part of a stream may come much later than its start, and the client may wait for the start, as the
 ``onopen`` of an ``EventSource`` does. So the start of a response without a ``content-length`` is delayed only
 until the next iteration of the loop. With a ``content-length``, the body follows at once, and needs no
 callback.

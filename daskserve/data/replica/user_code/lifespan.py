@@ -2,7 +2,8 @@
 
 asgi-lifespan 2.1 (2023, its latest release) does not replace this module. If an application answers
 ``startup.failed`` or returns without an answer, it waits for its timeout (5 s), and drops the message. It
-raises for an application without lifespan, and its scope lacks ``asgi``, which the specification requires.
+raises an error for an application without a lifespan, and its scope lacks ``asgi``, which the specification
+requires.
 """
 
 from __future__ import annotations

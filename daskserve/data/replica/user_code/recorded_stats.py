@@ -2,7 +2,7 @@
 
 Each read returns the newest values at once, and starts the next call of the hook where user code runs. So
 neither requests nor the controller ever wait for it. Calls do not overlap. An async hook that takes too long
-is cancelled; a plain one occupies a separate thread until it returns.
+is cancelled; a plain hook occupies a separate thread until it returns.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StatsRecorder:
         self._run: CodeRun | None = None
         self._began = -math.inf
         self._is_async = False
-        #: The kinds of problem that were logged; each is logged once, because calls repeat every second.
+        #: The kinds of problem that were logged; each kind is logged once, because calls repeat every second.
         self._logged: set[str] = set()
 
     def values(self) -> dict[str, Any]:

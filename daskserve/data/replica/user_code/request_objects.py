@@ -238,7 +238,7 @@ class ServeRequest:
         return QueryParams(self._kwargs)
 
     def body(self) -> Any:
-        """Return the object given to ``remote()``, whatever it is."""
+        """Return the object that was given to ``remote()``, of any type."""
         return _value_or_awaitable(self._data)
 
     def json(self) -> Any:
@@ -253,7 +253,7 @@ class ServeRequest:
         if not isinstance(self._data, dict):
             raise ServeError(
                 f"request.{method}() needs a dict, but the handle was called with a "
-                f"{type(self._data).__name__}; request.body() returns any object."
+                f"{type(self._data).__name__}; request.body() returns that value."
             )
         return self._data
 
@@ -267,12 +267,11 @@ async def _awaited(value: Any) -> Any:
 
 
 def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the one argument of a classic backend for ``handle.remote(body=None, /, **kwargs)``.
+    """Return the only argument of a classic backend for ``handle.remote(body=None, /, **kwargs)``.
 
     Raises
     ------
-    TypeError
-        There are several positional arguments, but a request has one body.
+    TypeError There are several positional arguments, but a request has only one body.
     """
     if len(args) > 1:
         raise TypeError(
@@ -296,7 +295,7 @@ def request_id_of(head: Mapping[str, Any]) -> str:
 
 
 async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
-    """Return the whole body of a request; None if the client left before it was complete."""
+    """Return the whole body of a request; None if the client disconnected before it was complete."""
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))

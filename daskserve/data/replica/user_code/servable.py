@@ -103,7 +103,7 @@ class Servable:
         self.is_debug = is_debug
         #: The user's object, once it is constructed.
         self.target: Any = None
-        #: Whether the replica stops, so that an object is destructed right after its constructor.
+        #: Whether the replica is stopping, so that an object is destructed right after its constructor.
         self.is_ending = False
         # The first caller that acquires this lock calls the destructor.
         self._claim = threading.Lock()
@@ -239,7 +239,7 @@ class Servable:
             self.close_in_thread()
 
     def close_late(self) -> None:
-        """Release an object whose constructor has ended after its replica, in a thread."""
+        """Release an object whose constructor has ended after its replica stopped, in a thread."""
         if self._is_destructor_async:
             asyncio.run(self.close())
         else:

@@ -13,7 +13,7 @@ from daskserve.data.tasks.queues.protocol import Lease, QueueStats
 from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task
 
-#: Time in which consumers renew their leases after the scheduler was replaced.
+#: Time for consumers to renew their leases after the scheduler was replaced.
 GRACE_S = 15.0
 
 

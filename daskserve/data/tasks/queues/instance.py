@@ -20,9 +20,9 @@ from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ClosedError, InstanceError, NotRunningError, UnavailableError
 
-#: How long the scheduler may take to answer; it may be in the middle of a replacement.
+#: Timeout of the scheduler's answer; it is long because the scheduler may just be replaced.
 REPLY_S = 5.0
-#: How long an idle consumer waits for a task before it asks again.
+#: How long an idle consumer waits for a task before it calls again.
 WAIT_S = 10.0
 #: Errors after which the instance may come back.
 _UNREACHABLE = (OSError, InstanceError, ClosedError, UnavailableError)
@@ -38,7 +38,7 @@ class InstancePlace(NamedTuple):
 class InstanceQueue:
     """A `daskserve.data.tasks.queues.protocol.TaskQueue` at an instance.
 
-    By default, it is the instance of the replica that has created this object; `join` sets another.
+    By default, it is the instance of the replica that has created this object; `join` selects another one.
     """
 
     def __init__(self, *, synchronous: bool) -> None:

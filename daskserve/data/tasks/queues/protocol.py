@@ -1,4 +1,4 @@
-"""The interface of queues of tasks, whatever stores the tasks."""
+"""The interface of queues of tasks, independent of where the tasks are stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from daskserve.data.tasks.states import WAITING, Task, TaskState
 
 
 class Change(NamedTuple):
-    """A task after a transition; it is written only if the stored revision is still the previous one.
+    """A task after a transition; it is written only if the stored revision is the one from before the
+    transition.
 
     ``letter`` is added to its own queue, without a limit, in the same step and only if the change is written.
     """
@@ -93,7 +94,7 @@ class TaskQueue(Protocol):
         """Return running tasks whose lease has ended."""
 
     def purge(self, queue: str, now: float, limit: int) -> int:
-        """Remove tasks whose time to live is over; return how many."""
+        """Remove tasks whose time to live has ended; return their number."""
 
     def note(self, queue: str, id: str, attempts: int, progress: bytes) -> None:
         """Store the progress of a task if this attempt still runs."""

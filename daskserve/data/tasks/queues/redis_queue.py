@@ -22,7 +22,7 @@ from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats, chec
 from daskserve.data.tasks.states import CHANGED, ENDED, FIXED, WAITING, Task, TaskState, claimed
 from daskserve.options.fields.secrets import masked
 
-#: How long the server may take to answer, in seconds.
+#: Timeout of the server's answer, in seconds.
 TIMEOUT_S = 10.0
 
 #: The part of a task that a transition writes as one value.

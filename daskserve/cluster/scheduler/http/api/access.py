@@ -1,6 +1,6 @@
 """Calls to the controllers of the running instances, for requests over HTTP.
 
-If a controller dies or hangs during the request, it is replaced, and the call is retried at the newest one.
+If a controller dies or hangs during the request, it is replaced, and the call is retried at the new one.
 This is safe because verbs are idempotent for the same request id.
 """
 

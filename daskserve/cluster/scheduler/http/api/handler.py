@@ -31,7 +31,7 @@ from daskserve.errors import BadRequestError, BodyTooLargeError, ServeError, Una
 
 #: Value of the ``Retry-After`` header.
 RETRY_AFTER_S = 1
-#: Maximum number of open streams of events; a further one is refused with 503.
+#: Maximum number of open streams of events; any further stream is refused with 503.
 MAX_STREAMS = 50
 #: Time limit for a client to read sent data. After it, the stream ends, and the client may connect again.
 FLUSH_S = 60.0

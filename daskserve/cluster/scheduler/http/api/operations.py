@@ -25,7 +25,7 @@ SMALL_BYTES = 4096
 MAX_CONFIG_BYTES = 8 << 20
 #: How long a plan may take: its applications are built, which imports their modules.
 PLAN_S = 600.0
-#: How long an answer waits for the first rates, which need two counts that are a second apart.
+#: Timeout of an answer that waits for the first rates, which need two totals that are a second apart.
 LIVE_WAIT_S = 4.0
 #: The file extension for each content type, which selects the parser.
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
@@ -69,7 +69,8 @@ class Operation:
     is_stream: bool = False
 
     def check(self, query: Mapping[str, str]) -> None:
-        """Raise `BadRequestError` for an unknown parameter of a change, which might limit the change."""
+        """Raise `BadRequestError` for an unknown parameter of a change, because the parameter might limit the
+        change."""
         unknown = [each for each in query if each not in self.query]
         if unknown and self.changes:
             wrong = unknown[0][:MAX_SHOWN]

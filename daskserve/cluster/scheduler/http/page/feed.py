@@ -1,4 +1,5 @@
-"""The content of an instance's open pages: one task reads it from the controller while pages are open."""
+"""The content of an instance's open pages: one task reads it from the controller as long as pages are
+open."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from daskserve.common.changed_parts import ChangedParts
 from daskserve.common.types import InstanceName
 from daskserve.errors import NotFoundError, ServeError
 
-#: How long the controller waits for a change before it answers, and how late its answer may be. The latter
+#: How long the controller waits for a change before it answers, and the timeout of its answer. The latter
 #: doubles with each failure, up to a maximum, because a large instance on a busy machine is slow.
 WAIT_S, LATE_S, MAX_LATE_S = 1.0, 1.5, 6.0
 #: Pause after a call that failed.
@@ -93,7 +94,8 @@ class Feed:
                 self._wake()
 
     async def _read_live(self) -> None:
-        """Read the live metrics; each deployment is a part, because most do not change each second."""
+        """Read the live metrics; each deployment is a separate part, because most deployments do not change
+        each second."""
         try:
             async with self._live.watch(self._instance) as feed:
                 number = 0

@@ -32,7 +32,7 @@ from daskserve.common.types import InstanceName
 _MENU = "daskserve"
 #: Path of the page, below the scheduler's URL prefix.
 PATH = f"/{_MENU}"
-#: Maximum number of open streams of pages; a further one is refused with 503.
+#: Maximum number of open streams of pages; any further stream is refused with 503.
 MAX_STREAMS = 100
 #: Time limit for a browser to read sent data. After it, the stream ends, and the browser may connect again.
 FLUSH_S = 60.0

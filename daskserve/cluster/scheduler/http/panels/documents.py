@@ -25,7 +25,7 @@ from daskserve.loops.event_loop import running_loop
 COLOURS: Sequence[str] = Category10[10]
 #: Prefix of the path of each panel; paths of panels in JupyterLab begin with "individual-".
 PANEL = "/individual-daskserve-"
-#: How long a thread waits for the event loop, which may have ended.
+#: How long a thread waits for the event loop; it may wait in vain, because the loop may have ended.
 _FILLED_S = 30.0
 
 

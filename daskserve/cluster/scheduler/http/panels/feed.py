@@ -15,7 +15,7 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.scheduler")
 
 PERIOD_S = 1.0
-#: Time limit of an instance's answer; after it, the instance is left out.
+#: Timeout of an instance's answer; an instance that does not answer in time is left out.
 ANSWER_S = 0.9
 #: Maximum number of instances in a panel.
 MAX_INSTANCES = 20

@@ -19,7 +19,7 @@ logger = logging.getLogger("daskserve.scheduler")
 
 
 class NoPanelsHandler(GuardedHandler):
-    """Explains why there are no panels, for links that lead to them."""
+    """A page that explains why there are no panels. Links to panels lead to it."""
 
     def get(self) -> None:
         text = (

@@ -17,7 +17,7 @@ from daskserve.errors import ServeError
 
 logger = logging.getLogger("daskserve.router")
 
-#: How long replicas are collected for one call, and the time limit of that call.
+#: How long replicas are collected for one call, and the timeout of that call.
 GATHER_S = 0.03
 TIMEOUT_S = 5.0
 #: Maximum number of replicas in one call.

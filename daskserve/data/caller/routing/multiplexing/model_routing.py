@@ -60,7 +60,7 @@ class ModelRouting:
     ) -> PooledReplica | None:
         open_ = [each for each in entries if each.index >= 0]
         near = [each for each in open_ if each.route is not Reachability.SCHEDULER] or open_
-        # If all are full with requests of other processes, this request queues at one of them.
+        # If all are full with requests of other processes, this request is queued at one of them.
         free = [each for each in near if not each.is_full] or near
         if not free:
             return None
@@ -94,7 +94,7 @@ class ModelRouting:
         return short_id(model_id) in self._of(tag).loaded
 
     def assume(self, tag: ReplicaTag, model_id: str, now: float) -> None:
-        """Record that a request for a model goes to a replica, which will have the model."""
+        """Record that a request for a model goes to a replica, which will load the model."""
         key = short_id(model_id)
         known = self._of(tag)
         assumed = known.assumed

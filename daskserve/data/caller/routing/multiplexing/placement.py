@@ -63,7 +63,7 @@ class KnownModels:
 
 
 def rank(key_hash: int, seed: int) -> int:
-    """Return the place of a replica in the order of a model; the greatest is the first."""
+    """Return the place of a replica in the order of a model; the greatest number is the first place."""
     mixed = ((key_hash ^ seed) * 0xBF58476D1CE4E5B9) & _MASK
     mixed ^= mixed >> 31
     mixed = (mixed * 0x94D049BB133111EB) & _MASK

@@ -87,7 +87,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._order = Order()
         #: Whether priorities are names, which replicas cannot compare without the published order.
         self._names_priorities = False
-        #: Whether no option chooses, orders or hedges, so that requests take replicas from the pool itself.
+        #: Whether no option chooses replicas, orders requests or hedges them, so that requests take replicas
+        #: from the pool directly.
         self.is_plain = True
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
@@ -98,11 +99,11 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.next_at: float | None = None
         #: The names of priorities that calls may use.
         self.priority_names: Collection[str] = ()
-        #: When all requests are considered again, if they are many.
+        #: The time at which all requests are considered again, if there are many.
         self._all_at = 0.0
 
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
-        """Use the published request router, or none if None is published."""
+        """Use the published request router; if None is published, use no router."""
         setup = None if published is None else Setup(**published)
         current = self.routing
         if setup == (None if current is None else current.setup):
@@ -143,7 +144,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     ) -> None:
         """Send a request, and send it to a second replica if it takes long.
 
-        A request that may have killed a process, according to ``apart``, gets no second attempt.
+        A request that may have killed a process, according to ``apart``, does not get one.
         """
         hedging = self.hedging
         if hedging is None:  # the options changed before this began
@@ -204,7 +205,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return self._order.priority_of(envelope)
 
     def put(self, waiter: asyncio.Future[PooledReplica], envelope: Envelope, *, is_first: bool) -> None:
-        """Add a request; ``is_first`` is for one that a replica has refused."""
+        """Add a request; ``is_first`` is for a request that a replica has refused."""
         self[waiter] = envelope, self._clock.now()
         if self._names_priorities:
             self._order.note_priority(envelope)
@@ -289,7 +290,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return self.routing is not None or self.models is not None
 
     def serve(self, release: Unused) -> bool:
-        """Give free replicas to the requests, in order; return whether some still wait."""
+        """Assign free replicas to the requests, in order; return whether some still wait."""
         if self.is_selective:
             self._serve_selectively(release)
             return bool(self)
@@ -357,7 +358,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._wake_at(until if now < until else None)
 
     def _ask(self, routing: RequestRouting, served: Served) -> None:
-        """Ask the request router for replicas; each round covers other requests, until all had a turn."""
+        """Call the request router for requests that wait; each round covers other requests, until all have
+        had a turn."""
         passed: set[str] = set()
         left, has_skipped = MAX_ASKED, False
         routing.ask_again_at = None

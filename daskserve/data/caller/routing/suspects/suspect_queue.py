@@ -76,7 +76,7 @@ class SuspectQueue:
         return replica
 
     def serve(self) -> None:
-        """Give free replicas to the requests that wait, until there are none for several in a row."""
+        """Assign free replicas to waiting requests, until several requests in a row find none."""
         done: list[asyncio.Future[PooledReplica]] = []
         misses = 0
         for waiter, trial in self.waiters.items():

@@ -1,7 +1,7 @@
 """Requests under which a process died or hung: where they are retried, and which are refused.
 
-Problem: a request that kills or blocks its process does the same to the next replica, and the requests that
-run there are also lost. When a process dies, all requests on it are suspects. Nearly all of them are
+Problem: a request that kills or blocks its process does the same to the next replica, and the other requests
+there are also lost. When a process dies, all requests on it are suspects. Nearly all of those requests are
 innocent, and must not fail because they were retried next to the guilty one.
 
 Choice: a suspect is retried at most ``max_crash_retries`` times, on a worker that runs no suspects of other
@@ -104,7 +104,7 @@ class SuspectTrial:
         return self.retries > 0 or now < self.isolated_until
 
     def pick(self, usable: Sequence[PooledReplica], now: float) -> PooledReplica | None:
-        """Return the least loaded replica on the best kind of worker; None if those have no room."""
+        """Return the least loaded replica on the best kind of worker; None if these replicas have no room."""
         best = min(map(self._rank, usable), default=0)
         free = [
             each
