@@ -423,15 +423,30 @@ def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> bool:
     """Change a class's id, before another process has seen it; return False if another class has the new id.
 
     With ``shares``, both classes then have the id, and unpickling it in this process still returns the other
-    class.
+    class. If this class is a new definition of the other one, as when the cell of a notebook runs again, both
+    have the id, and unpickling it returns this class.
     """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
-        is_free = shares or wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID
+        other = _DYNAMIC_CLASS_TRACKER_BY_ID.get(wanted)
+        is_new_definition = other is not None and _is_new_definition(cls, other)
+        is_free = shares or other is None or is_new_definition
         if is_free:
             _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
             _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
-            _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(wanted, cls)
+            if is_new_definition and not shares:
+                _DYNAMIC_CLASS_TRACKER_BY_ID[wanted] = cls
+            else:
+                _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(wanted, cls)
         return is_free
+
+
+def _is_new_definition(cls: type, other: type) -> bool:
+    """Return whether the name of ``other`` now stands for ``cls``, of two classes with the same code."""
+    name = getattr(cls, "__qualname__", "<locals>")  # type variables have none
+    here, there = (
+        (getattr(each, "__module__", None), getattr(each, "__qualname__", None)) for each in (cls, other)
+    )
+    return here == there and "<locals>" not in name
 
 
 def release_class_ids(modules: Collection[str]) -> dict[str, type]:

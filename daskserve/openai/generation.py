@@ -186,7 +186,11 @@ def _token(value: Any) -> Token:
     if not isinstance(value.text, str) or not isinstance(value.finish_reason, str | None):
         raise TypeError(f"The text and the finish_reason of a Token must be strings, got {value!r:.200}")
     for each in value.tool_calls:
-        texts = (each.id, each.name, each.arguments) if isinstance(each, ToolCall) else (None,)
+        if not isinstance(each, ToolCall):
+            raise TypeError(
+                f"tool_calls holds {each!r:.200}; give daskserve.openai.ToolCall(index, id, name, arguments)"
+            )
+        texts = each.id, each.name, each.arguments
         if not all(isinstance(text, str) for text in texts) or not isinstance(each.index, int):
             raise TypeError(f"A ToolCall needs an index, and strings in all other fields, got {each!r:.200}")
     return value

@@ -12,6 +12,7 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import Masked, Options, Secret
 from daskserve.options.fields.bounds import UP, Bounds, share_of
+from daskserve.options.fields.pickled import Code
 from daskserve.options.fields.secrets import masked
 from daskserve.options.queues import QueueOptions, queue_options_of
 
@@ -63,7 +64,7 @@ class AutoscalingConfig(Options):
         description="Number of replicas that work as a group. The target is rounded up to whole groups, as "
         "far as ``max_replicas`` allows. With ``gang_scheduling_config``, the default is the size of a gang.",
     )
-    policy: Any = Field(
+    policy: Code = Field(
         "target_ongoing_requests",
         description="Autoscaling policy: ``target_ongoing_requests``, ``classic``, ``latency``, ``promql``, "
         '``custom_metric``, ``queue``, ``schedule``, an import path ``"module:function"`` or '

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, field_validator
 
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import ByteCount, Folder, Masked, Options
-from daskserve.options.fields.pickled import PICKLED
+from daskserve.options.fields.pickled import PICKLED, Code
 from daskserve.options.fields.secrets import masked
 
 
@@ -33,7 +33,7 @@ class PayloadLoggingConfig(Options):
         description="Maximum number of bytes that are written of a body; for larger bodies, streams and "
         "WebSockets, the beginning.",
     )
-    redact: Any = Field(
+    redact: Code = Field(
         None,
         description='Function, or its import path ``"module:function"``, that receives each event before '
         "it is written and returns the event to write, or None to write nothing. If it raises, nothing is "
@@ -50,9 +50,3 @@ class PayloadLoggingConfig(Options):
         if value is None or callable(value) or is_path:
             return value
         raise ValueError(f'redact is {value!r}; give a function, or its import path "module:function"')
-
-    @field_serializer("redact", when_used="json")
-    def _shown(self, value: Any) -> Any:
-        # People read this dump, so a function is shown by name. The function itself is pickled when it is
-        # deployed.
-        return getattr(value, "__qualname__", repr(value)) if callable(value) else value

@@ -243,6 +243,33 @@ def test_the_same_program_has_the_same_versions_each_time_it_runs() -> None:
     assert len(found) == 1
 
 
+CELL = """
+import daskserve as serve
+
+class Item:
+    number = NUMBER
+
+@serve.deployment
+class Cell:
+    def __call__(self, request):
+        return Item()
+"""
+
+
+def test_a_cell_that_runs_again_is_a_new_version_only_if_its_code_has_changed() -> None:
+    cells = []
+    for number in (1, 1, 2, 1):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(CELL.replace("NUMBER", str(number)), names)
+        cells.append((names, spec(names["Cell"].bind()).ingress.spec.version))
+    versions = [version for _, version in cells]
+    assert versions[0] == versions[1] == versions[3] != versions[2]
+    item = cells[-1][0]["Item"]
+    # The name means the last definition, also for what replicas with the first one return.
+    assert cloudpickle.loads(cloudpickle.dumps(item)) is item
+    assert cloudpickle.loads(cloudpickle.dumps(cells[0][0]["Item"])) is item
+
+
 def test_two_classes_of_one_code_stay_two_classes() -> None:
     def make() -> Any:
         class Same: ...

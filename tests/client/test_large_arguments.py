@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,6 +49,35 @@ class Filled:
     def fail(self, array: Any) -> None:
         # This error is not logged: pytest keeps log records, whose tracebacks refer to the argument.
         raise HTTPException(418)
+
+    def fails(self, array: Any) -> Iterator[Any]:
+        yield array[0]
+        raise HTTPException(418)
+
+
+class Kept:
+    """An object of a caller, or of a deployment."""
+
+
+class Waiting:
+    """Waits until it is cancelled, with an object that it has made."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Kept]] = []
+
+    async def wait(self) -> None:
+        kept = Kept()
+        self.made.append(weakref.ref(kept))
+        await asyncio.sleep(10 * DEADLINE_S)
+
+    async def waits(self) -> AsyncIterator[None]:
+        kept = Kept()
+        self.made.append(weakref.ref(kept))
+        await asyncio.sleep(10 * DEADLINE_S)
+        yield
+
+    async def count(self) -> tuple[int, int]:
+        return len(self.made), sum(each() is not None for each in self.made)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +150,12 @@ def _failed_call(handle: Any, array: Any) -> None:
         handle.fail.remote(array).result(DEADLINE_S)
 
 
+def _failed_stream(handle: Any, array: Any) -> None:
+    with suppress(HTTPException):
+        for _ in handle.options(stream=True).fails.remote(array):
+            pass
+
+
 def _cancelled_call(handle: Any, array: Any) -> None:
     handle.first.remote(array).cancel()
 
@@ -146,6 +182,7 @@ def _map(handle: Any, array: Any) -> None:
         _idempotent_call,
         _call_in_time,
         _failed_call,
+        _failed_stream,
         _cancelled_call,
         _stream,
         _cancelled_stream,
@@ -169,3 +206,55 @@ def test_an_ended_call_releases_its_arguments_and_results_without_a_garbage_coll
             call(handle, np.zeros(COUNT))
         assert payloads
         poll_for(lambda: not any(each() is not None for each in payloads), DEADLINE_S)
+
+
+def _waits(handle: Any, kept: Kept) -> None:
+    handle.fail.remote(None).result(DEADLINE_S)
+
+
+def _iterates(handle: Any, kept: Kept) -> None:
+    for _ in handle.options(stream=True).fails.remote([0]):
+        pass
+
+
+async def _failing(call: Coroutine[Any, Any, None]) -> None:
+    with suppress(HTTPException):  # asyncio.run() would keep it
+        await call
+
+
+def _awaits(handle: Any, kept: Kept) -> None:
+    async def call(kept: Kept) -> None:
+        await handle.fail.remote(None)
+
+    asyncio.run(_failing(call(kept)))
+
+
+def _iterates_in_a_loop(handle: Any, kept: Kept) -> None:
+    async def call(kept: Kept) -> None:
+        async for _ in handle.options(stream=True).fails.remote([0]):
+            pass
+
+    asyncio.run(_failing(call(kept)))
+
+
+@pytest.mark.parametrize("call", [_waits, _iterates, _awaits, _iterates_in_a_loop])
+def test_a_failed_call_keeps_nothing_of_its_caller(handle: Any, call: Callable[[Any, Kept], None]) -> None:
+    kept = Kept()
+    gone = weakref.ref(kept)
+    with without_collection():
+        with suppress(HTTPException):
+            call(handle, kept)
+        del kept
+        assert gone() is None
+
+
+@pytest.mark.parametrize("method", ["wait", "waits"])
+def test_a_cancelled_request_keeps_nothing_of_the_deployment(method: str) -> None:
+    with local_instance() as client:
+        client.deploy("waiting", Waiting)
+        waiting = client.get_handle("waiting")
+        with without_collection():
+            call = waiting.options(method_name=method, stream=method == "waits").remote()
+            poll_for(lambda: waiting.count.remote().result(DEADLINE_S) == (1, 1), DEADLINE_S)
+            call.cancel()
+            poll_for(lambda: waiting.count.remote().result(DEADLINE_S) == (1, 0), DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -108,3 +109,25 @@ def test_created_and_removed_deployments_are_named_with_their_versions() -> None
     (removed,) = differences("model", backend(), None)
     assert (str(created), created.new) == ("model: created", "v1")
     assert (str(removed), removed.old) == ("model: removed", "v1")
+
+
+@each_case(
+    "option, one, other",
+    [
+        ("autoscaling_config", {"max_replicas": 3, "policy": b"\x80one"}, {"policy": b"\x80other"}),
+        (
+            "request_router_config",
+            {"request_router_class": "pickled:b25l"},
+            {"request_router_class": "pickled:b3RoZXI="},
+        ),
+    ],
+)
+def test_pickled_code_of_an_option_is_shown_as_a_digest(
+    option: str, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    before, after = (backend(config={option: each}) for each in (one, {**one, **other}))
+    (found,) = differences("model", before, after)
+    assert found.what.startswith(f"{option}.")
+    assert re.fullmatch(r"pickled code #[0-9a-f]{8}", found.old)
+    assert re.fullmatch(r"pickled code #[0-9a-f]{8}", found.new)
+    assert found.old != found.new

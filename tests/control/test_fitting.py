@@ -178,7 +178,7 @@ def test_a_search_through_too_many_ways_is_given_up() -> None:
         (
             "STRICT_SPREAD",
             [1, 3],
-            "the 2 bundles of a placement group are reserved together on different hosts, and only 1 have "
+            "the 2 bundles of a placement group are reserved together on different hosts, and only 1 has "
             "room: a bundle needs CPU 3 (most free on one worker: 2); 2 workers were considered",
         ),
         (

@@ -120,11 +120,12 @@ def test_an_engine_that_makes_no_token_in_time_is_ended() -> None:
         answer("a", delay_s=11)
     with pytest.raises(TimeoutError, match="of the engine"):
         answer(TimeoutError("of the engine"))
-    calls = [ToolCall(0, "c", "f", {"a": 1}), {"index": 0}]  # type: ignore[arg-type]
-    wrong_calls = [Token(tool_calls=[each]) for each in calls]  # type: ignore[list-item]
-    for wrong in (3, Token(None), Token("a", finish_reason=3), *wrong_calls):  # type: ignore[arg-type]
+    wrong_call = Token(tool_calls=[ToolCall(0, "c", "f", {"a": 1})])  # type: ignore[arg-type]
+    for wrong in (3, Token(None), Token("a", finish_reason=3), wrong_call):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"str or Token|strings"):
             answer(wrong)
+    with pytest.raises(TypeError, match=r"holds {'index': 0}; give daskserve\.openai\.ToolCall\(index"):
+        answer(Token(tool_calls=[{"index": 0}]))  # type: ignore[list-item]
 
 
 def test_merged_streams_end_together() -> None:

@@ -12,6 +12,7 @@ from daskserve.control.records.versions import unmarked
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, Options, effect_of
+from daskserve.options.fields.pickled import shown_options
 from daskserve.options.fields.secrets import masked
 
 #: Differences that are not options of a model.
@@ -58,8 +59,8 @@ def _within(path: str) -> str:
 def _of_options(
     model: type[Options], old: Options, new: Options, effects: Mapping[Effect, Effect]
 ) -> Iterator[Difference]:
-    plain = old.model_dump(mode="json", fallback=repr), new.model_dump(mode="json", fallback=repr)
-    given = [each.model_dump(mode="json", fallback=repr, exclude_unset=True) for each in (old, new)]
+    plain = shown_options(old), shown_options(new)
+    given = [shown_options(each, exclude_unset=True) for each in (old, new)]
     hidden = model._masked_field()
     for name, field in model.model_fields.items():
         one, other = (each.get(name) for each in plain)

@@ -423,7 +423,7 @@ def explain(state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand)
         what = f"the {len(demand.bundles)} bundles of {whose} are reserved together{where}"
     else:
         what = f"the {demand.replicas} replicas of a gang start together"
-    return f"{what}, and only {len(placed)} have room: {reason}"
+    return f"{what}, and only {counted(len(placed), 'has', 'have')} room: {reason}"
 
 
 def _most_that_fit(

@@ -19,6 +19,7 @@ from daskserve.control.views.builds import with_builds
 from daskserve.errors import BadRequestError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import spellings_of
+from daskserve.options.fields.pickled import shown_options
 from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import dump_http
@@ -195,7 +196,7 @@ def _docs_path(ingress: BackendRecord | None) -> str | None:
 def _deployment(
     state: State, observed: Observed, name: str, backend: BackendRecord, status: Mapping[str, Any]
 ) -> dict[str, Any]:
-    plain = masked(backend.config.model_dump(mode="json", fallback=repr))
+    plain = masked(shown_options(backend.config))
     options = backend.actor_options.model_dump(mode="json", exclude={"workers"})
     demand = backend.actor_options.demand()
     ours = spellings_of(BackendConfig)

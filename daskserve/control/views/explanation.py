@@ -59,4 +59,4 @@ def explain(state: State, observed: Observed, name: str, now: float, wall: float
 
 
 def _policy_name(policy: Any) -> str:
-    return policy if isinstance(policy, str) else "a function of the user's"
+    return policy if isinstance(policy, str) else "a custom policy"

@@ -19,6 +19,7 @@ from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import stopwatch
@@ -151,6 +152,7 @@ class ModelLoader:
                     entry.waiting -= 1
                     load.requesters -= numbers
                     _use_room(self)
+                del ready  # otherwise an error and this frame reference each other
 
     def _span_of_wait(self, entry: CachedModel) -> RecordedSpan | None:
         """Begin the span of a wait for a model or its place; None outside of a sampled trace."""
@@ -298,6 +300,7 @@ class ModelLoader:
             if not loading.done():  # user code may continue; no caller waits for it
                 loading.cancel()
                 loading.add_done_callback(partial(self._note_late, model_id))
+            del loading  # otherwise an error and this frame reference each other
         took_s = stopwatch() - began
         self.metrics.load_seconds.observe(took_s)
         self.load_s += (took_s - self.load_s) * (LOAD_WEIGHT if self.load_s else 1.0)
@@ -311,8 +314,10 @@ class ModelLoader:
                     f"Model {short_id(model_id)!r} has {size_bytes} bytes, more than max_bytes of "
                     f"{self.name}, which is {limits.max_bytes}; increase max_bytes."
                 )
-        except BaseException:
+        except BaseException as error:
             await self._call_unload(model_id, model)
+            del model
+            clear_frames(error.__traceback__)  # a frame of `size_of` has the model, too
             raise
         return model, size_bytes
 

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from daskserve.common.clock import Clock
+from daskserve.common.formatting import counted
 from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter
@@ -403,7 +404,9 @@ class TaskConsumer:
                 after = [states.lost(task, now, self._rules) for task in lost]
                 changes = [Change(task, self._letter(task)) for task in after]
                 written = await self._call(self._queue.write, changes)
-                logger.warning("Queue %r: %d tasks had lost their consumer", self._name, sum(written))
+                if any(written):  # otherwise another consumer was faster
+                    returned = counted(sum(written), "task")
+                    logger.warning("Queue %r: %s had lost the consumer", self._name, returned)
                 if len(lost) >= BATCH and any(written):
                     continue
             while await self._call(self._queue.purge, self._name, now, BATCH) >= BATCH:

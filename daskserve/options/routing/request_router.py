@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import Masked, Options
-from daskserve.options.fields.pickled import PICKLED
+from daskserve.options.fields.pickled import PICKLED, Code
 from daskserve.options.fields.secrets import masked
 
 #: The default router; its options are not published.
@@ -53,7 +53,7 @@ class RequestRouterConfig(Options):
 
     place: ClassVar[str] = "request_router_config"
 
-    request_router_class: Any = Field(
+    request_router_class: Code = Field(
         DEFAULT_ROUTER,
         description="The router: ``PowerOfTwo``, ``RoundRobin``, ``ConsistentHash``, ``LeastLatency``, "
         "``PrefixAffinity``, ``SameHost``, an import path, or a class, see [Routers](docs/routers.md).",

@@ -392,7 +392,7 @@ def test_b_has_twice_as_many_as_a_also_after_the_controller_is_replaced() -> Non
         await both(stage, 3)
         explanation = await explained(stage, "b")
         assert (explanation.group, explanation.policy_wants) == ("pair", 6)
-        assert "a function of the user's, of group 'pair', wants 6" in str(explanation)
+        assert "a custom policy, of group 'pair', wants 6" in str(explanation)
         assert explanation.events[-1].after == 6
         await both(stage, 2)
         await stage.crash_controller()

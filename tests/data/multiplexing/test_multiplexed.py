@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import itertools
 import logging
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -604,6 +606,39 @@ def test_models_are_kept_by_bytes() -> None:
         assert "huge" in models.unloaded
 
     models.run(main())
+
+
+@pytest.mark.parametrize("model_id", ["fails", "is too large", "has no size"])
+def test_a_refused_load_keeps_nothing_of_the_model_in_memory(
+    model_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "daskserve.replica")  # captured records would keep the error
+    models, made = Models(max_num_models_per_replica=-1), []
+
+    def size_of(model: Model) -> int:
+        if model.id == "has no size":
+            raise ValueError(model.id)
+        return 101
+
+    @serve.multiplexed(max_num_models_per_replica=-1, max_bytes=100, size_of=size_of)
+    async def get(model_id: str) -> Model:
+        model = Model(model_id, [])
+        made.append(weakref.ref(model))
+        if model_id == "fails":
+            raise ValueError(model_id)
+        return model
+
+    async def main() -> None:
+        with pytest.raises((ModelCapacityError, ValueError)):
+            await get(model_id)
+        await until(lambda: made[0]() is None)  # the task of the load ends after its callers
+
+    gc.collect()
+    gc.disable()  # large models would stay until a collection, which their size does not start
+    try:
+        models.run(main())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("first", [[], ["small"]], ids=["unknown", "expected to be small"])

@@ -274,6 +274,33 @@ def test_each_final_failure_is_one_dead_letter_and_a_cancelled_task_has_none(tmp
     dead.shutdown()
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_the_consumer_that_returns_lost_tasks_logs_their_number(
+    tasks: SQLiteTaskProcessorAdapter, caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    lost = Task("lost", "q", "work", b"", 0.0, 0.0, state=TaskState.RUNNING, owner="o", lease_until=1.0)
+    counted = asyncio.Event()
+
+    async def call(function: Callable[..., Any], *args: Any) -> Any:
+        if function.__name__ == "expired":
+            return [] if counted.is_set() else [lost]
+        if function.__name__ == "write":
+            return [is_first]  # otherwise, another consumer has returned it meanwhile
+        if function.__name__ == "stats":
+            counted.set()
+        return function(*args)
+
+    async def run(task: Task) -> bytes:
+        return b""
+
+    consumer = new_consumer(tasks, "o", [], run, lambda: 0, clock=LoopClock(), rng=seeded_rng(1), call=call)
+    consumer.start()
+    await asyncio.wait_for(counted.wait(), 10)
+    await consumer.close()
+    logged = [text for text in caplog.messages if "lost" in text]
+    assert logged == (["Queue 'q': 1 task had lost the consumer"] if is_first else [])
+
+
 async def test_a_consumer_forgets_as_many_tasks_as_have_expired(
     config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:

@@ -17,6 +17,7 @@ from daskserve.cluster.protocols.base import ClusterConnection, CurrentTask
 from daskserve.loops.event_loop import running_loop, settle
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
+from daskserve.payload.packed_errors import PackedError
 
 T = TypeVar("T")
 
@@ -112,6 +113,10 @@ async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_i
         call.cancel()
         raise
     except Exception as error:
+        if type(error) is PackedError:
+            # Its reader gets another error. The frames of this one would keep the call, its arguments and the
+            # reader's objects until the next garbage collection.
+            error.__traceback__ = None
         call.set_error(error)
 
 

@@ -67,7 +67,10 @@ class Response:
         if not self._is_loaded:
             error = self._failure(future)
             if error is not None:
-                raise shown_in_notebook(as_read(error))
+                try:
+                    raise shown_in_notebook(as_read(error))
+                finally:
+                    del self, future, error  # as in `_check`
             payload = future.result()
             if isinstance(payload, KeptPayload):
                 yield from waiter_for(self._connection, self._fetched() or future)
@@ -117,7 +120,11 @@ class Response:
         """
         left_s = self._wait(self._future, timeout_s)
         # Raised here already, because `_value` would add a frame to the traceback that users read.
-        self._check(self._future)
+        try:
+            self._check(self._future)
+        except BaseException:
+            del self  # as in `_check`
+            raise
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s, left_s)
         return self._value()
@@ -192,7 +199,12 @@ class Response:
         """Raise the error of a call that has ended with an error, in the form for its reader."""
         error = self._failure(future)
         if error is not None:
-            raise shown_in_notebook(as_read(error))
+            try:
+                raise shown_in_notebook(as_read(error))
+            finally:
+                # Otherwise the error, its traceback and this frame reference each other, and the objects of
+                # the caller's frames stay in memory until the next garbage collection.
+                del self, future, error
 
     def _failure(self, future: PendingCall[Any]) -> BaseException | None:
         return cancelled_error(self.request_id) if future.cancelled() else future.exception()

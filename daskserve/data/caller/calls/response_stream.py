@@ -109,7 +109,10 @@ class Pipe:
             else:
                 self._wake_reader = wake
         if error is not None:
-            raise shown_in_notebook(as_read(error))  # not under the lock, because this may run user code
+            try:
+                raise shown_in_notebook(as_read(error))  # not under the lock: this may run user code
+            finally:
+                del error  # as in `Response._check`
         _resume(room)
         return payload
 
@@ -191,6 +194,9 @@ class ResponseGenerator:
                 payload = self._pipe.take(partial(_wake_on, loop, changed))
             except StopIteration:
                 raise StopAsyncIteration from None
+            except BaseException:
+                del self  # as in `Response._check`
+                raise
             if payload is not None:
                 return payload.load()
             try:
@@ -206,7 +212,11 @@ class ResponseGenerator:
     def __next__(self) -> Any:
         changed = threading.Event()
         while True:
-            payload = self._pipe.take(changed.set)
+            try:
+                payload = self._pipe.take(changed.set)
+            except BaseException:
+                del self  # as in `Response._check`
+                raise
             if payload is not None:
                 return payload.load()
             try:

@@ -111,6 +111,7 @@ class LoopRun(CodeRun):
             else:
                 self._fail(error, self._runner.to_worker)
             if issubclass(type(error), asyncio.CancelledError):
+                self._task = None  # otherwise the task, its error and this frame reference each other
                 raise
         else:
             if os.getpid() != self._runner.pid:

@@ -260,9 +260,10 @@ class RedisQueue:
         try:
             yield
         except (self._error, OSError) as error:
+            reason = masked(str(error)).rstrip(".")
             raise TaskQueueError(
-                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error))}. Check "
-                "that the Redis server runs, and that this machine can reach it."
+                f"The queue of tasks at {masked(self._url)} cannot be used: {reason}. Check that the Redis "
+                "server runs, and that this machine can reach it."
             ) from None
 
     def _key(self, kind: str, queue: str, more: str = "") -> str:
