@@ -42,11 +42,16 @@ async def test_a_server_that_never_answers_is_no_scheduler() -> None:
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
+        await writer.wait_closed()
+        ended.set()
 
+    ended = asyncio.Event()
     listener = await asyncio.start_server(wait, "127.0.0.1", 0)
     address = f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     with pytest.raises(ClusterUnreachableError, match=r"did not answer in Dask's protocol within 0.1 s"):
         await dial(address, 0.1, asynchronous=True)
+    async with asyncio.timeout(10):
+        await ended.wait()  # otherwise the connection outlives its event loop
     listener.close()
 
 

@@ -19,7 +19,7 @@ from daskserve.cluster.dask.connection import connection_of
 from daskserve.errors import ActorLostError
 
 #: How long a broken connection may delay a request: far less than the suspension of a dead worker.
-SOON_S = 0.7
+SOON_S = 1.5
 
 
 class HoldsOneCall:

@@ -183,6 +183,6 @@ def test_a_proxy_that_does_not_listen_yet_says_so() -> None:
     assert (proxy.health(), proxy.metrics(), proxy.samples()) == ({}, {"ended": 0}, [])
     with pytest.raises(ServeError, match="The proxy is still starting"):
         asyncio.run(proxy.statistics())
-    with pytest.raises(BadRequestError, match="takes its requests over HTTP"):
+    with pytest.raises(BadRequestError, match="accepts requests only over HTTP"):
         proxy.handle(None)  # type: ignore[arg-type]
     asyncio.run(proxy.stop(1.0))
