@@ -176,14 +176,16 @@ class Exchange:
         if not self.body.is_ended:
             self.body.end()
         if self._response.is_written:
-            self._continue()
+            self._continue(is_late=False)
 
     def finish_response(self) -> None:
         """Record that the response is complete."""
         if self.body.is_ended or self.body.is_withheld:
-            self._continue()
+            self._continue(is_late=False)
         elif not self.is_over:
-            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._continue, True)
+            self._linger = asyncio.get_running_loop().call_later(
+                LINGER_S, partial(self._continue, is_late=True)
+            )
 
     def refuse_head(self, error: RefusedRequestError) -> int:
         """Refuse a request, and read no more: it is unclear where its body ends, or whether it has one."""
@@ -202,7 +204,7 @@ class Exchange:
         self._is_refused = True
         if self._response.is_written:
             self._server_state.refusals.causes[MALFORMED] += 1
-            self._continue()
+            self._continue(is_late=False)
         else:
             self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
 
@@ -357,7 +359,7 @@ class Exchange:
         if self.wants_body:
             self._server_state.idle_watch.watch(self._connection)
 
-    def _continue(self, is_late: bool = False) -> None:
+    def _continue(self, *, is_late: bool) -> None:
         if self.is_over or self._response.is_unsent:
             return
         self.is_over = True

@@ -152,7 +152,10 @@ def test_an_import_path_is_one_application_beside_those_of_the_file(
 ) -> None:
     call("deploy", "serve.yaml", "--wait")
     (module,) = folder.glob("module_*.py")
-    call("deploy", f"{module.stem}:app", "greeting=hey", "--name", "one", "--route-prefix", "/one", "--wait")
+    one = (f"{module.stem}:app", "greeting=hey", "--name", "one", "--route-prefix", "/one")
+    plan = json.loads(call("deploy", *one, "--dry-run", "--json").stdout)["applications"]
+    assert "deleted" not in {each["action"] for each in plan.values()}
+    call("deploy", *one, "--wait")
     assert [answer(client, each) for each in ("one", "mail")] == ["hey 1", "hi 1"]
 
 

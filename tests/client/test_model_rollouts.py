@@ -169,7 +169,8 @@ async def steered(folder: Path) -> None:
                         return found
                     await asyncio.sleep(0.5)
 
-        assert (await until("SERVING"))["share"] == 0
+        serving = await until("SERVING")
+        assert (serving["share"], min(serving["replicas"].values())) == (0, serving["wanted_replicas"])
         assert await load.seen_in(0.5) == {"1"}
         assert (await client.promote_rollout("d", model="m"))["step"] == 2
         await until("SERVING")

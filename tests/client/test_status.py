@@ -51,7 +51,10 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
                 0,
                 "v2",
                 "a replica failed to start\nTraceback",
-                (DeadReplicaStatus("digits#1", "it is broken\nand more", 0.0, "", ("one", "two")),),
+                (
+                    DeadReplicaStatus("digits#0", "no answer", 0.0, "", ("zero",)),
+                    DeadReplicaStatus("digits#1", "it is broken\nand more", 0.0, "", ("one", "two")),
+                ),
             ),
         },
         endpoints={
@@ -94,6 +97,7 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
         "replica     digits#abcdef         STARTING  tcp://b:1",
         "",
         "LOST REPLICA  AT                       REASON",
+        "digits#0      1970-01-01 00:00:00 UTC  no answer",
         "digits#1      1970-01-01 00:00:00 UTC  it is broken",
         "",
         "Application 'default':",

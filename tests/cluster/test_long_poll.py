@@ -515,6 +515,21 @@ async def test_starting_twice_subscribes_once_and_stopping_unsubscribes(wire: Wi
     assert len(wire.fetches) == 0
 
 
+async def test_stopping_cancels_a_start_that_waits(wire: Wire) -> None:
+    client = wire.client()
+
+    async def never(handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    wire.subscribe = never  # type: ignore[method-assign]
+    starting = asyncio.create_task(client.start())
+    await quiet()
+    await client.stop()
+    await asyncio.wait({starting}, timeout=1)
+    assert starting.cancelled()
+
+
 async def test_a_failed_start_can_be_retried(wire: Wire) -> None:
     client = wire.client()
     subscribe = wire.subscribe

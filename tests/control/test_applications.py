@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from control_harness import app_spec, backend, replica, spec, state_of
@@ -15,7 +16,7 @@ from tables import each_case
 from daskserve.common.types import UNREADY, ReplicaState
 from daskserve.control.backend.application import neighbours
 from daskserve.control.decisions.applications import deploy
-from daskserve.control.records.records import AppRecord, GoalRecord
+from daskserve.control.records.records import AppRecord, BackendRecord, GoalRecord
 from daskserve.control.records.state import State
 from daskserve.errors import (
     AlreadyRegisteredError,
@@ -263,6 +264,19 @@ async def test_dropped_deployments_stop_after_the_new_ingress_is_up(stage: Stage
     await stage.until(lambda: not stage.stored("replica") or len(stage.stored("backend")) == 1)
     assert [backend_of(tag) for tag, _ in stage.stopped] == ["front", "old", "deep"]
     assert len(stage.stored("endpoint")) == 1
+
+
+@staged()
+async def test_a_dropped_deployment_stays_while_an_endpoint_uses_it(stage: Stage) -> None:
+    await stage.run(graph={"old": (), "front": ("old",)})
+    endpoint: dict[str, Any] = {"route": "/e", "methods": ["GET"], "backend": "old", "request_id": "r"}
+    await stage.change("create_endpoint", name="e", **endpoint)
+    await stage.run(graph={"front": ()}, front={"version": "2"})
+    used = stage.stored("backend")["backend/old"]
+    assert isinstance(used, BackendRecord)
+    assert not used.is_deleting
+    await stage.change("delete_endpoint", name="e")
+    await stage.until(lambda: set(stage.stored("backend")) == {"backend/front"})
 
 
 @staged()

@@ -136,6 +136,9 @@ async def test_options_of_the_instance_may_be_variables(
     options = {"target_capacity": "${PERCENT}", "references": {"target_capacity": "serve.yaml:1:18"}}
     plan = await stage.call("plan_config", config=instance_config(config(), **options))
     assert list(plan["options"]) == [{"option": "target_capacity", "old": None, "new": 50}]
+    text = "target_capacity: 50\napplications:\n- {name: shop, route_prefix: /shop, import_path: shop:app}\n"
+    of_text = await stage.call("plan_text", text=text, name="serve.yaml")
+    assert (of_text["options"], of_text["warnings"]) == (plan["options"], ())
     await declare(stage, config(), options=options)
     assert (await stage.call("get_config"))["instance"]["target_capacity"] == "${PERCENT}"
     assert (await stage.call("status"))["target_capacity"] == 50

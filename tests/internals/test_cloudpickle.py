@@ -142,6 +142,8 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
     def reads_a_global() -> Any:
         return SOURCE  # type: ignore[name-defined]  # noqa: F821
 
+    class Node: ...
+
     class Holder:
         guard = source
 
@@ -196,6 +198,9 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
     by_value = FunctionType(reads_a_global.__code__, {"SOURCE": source}, "by_value")
     later = None
     a_socket = "is of type socket ("
+    parent, child = Node(), Node()
+    vars(parent).update(child=child)
+    vars(child).update(parent=parent, source=source)
     return {
         "closure": (uses_a_socket, f" -> variable 'source' {a_socket}", OPEN),
         "attribute": (uses_a_model, " -> variable 'model'.sources[0]['in'][0] is of type socket", OPEN),
@@ -220,6 +225,7 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
             OPEN,
         ),
         "itself": (source, f"cannot be pickled: it {a_socket}", OPEN),
+        "cycle": (parent, f".child.source {a_socket}", OPEN),
         "name": (
             [OnlyHere()],
             "[0] is of type OnlyHere (It is pickled as the name 'ONLY_HERE'",

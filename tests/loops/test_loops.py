@@ -6,12 +6,14 @@ import asyncio
 import contextvars
 import sys
 from contextlib import closing
+from typing import cast
 
 import dask
 import pytest
 from tables import each_case
 
 from daskserve.cluster.dask.server_process import command
+from daskserve.common.types import OpenSocket
 from daskserve.data.replica.execution.user_loop import UserLoop
 from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.loops import event_loop as loops
@@ -45,6 +47,28 @@ async def _loop_of_user_code() -> object:
 
 def test_user_code_runs_on_uvloop() -> None:
     assert isinstance(asyncio.run(_loop_of_user_code()), uvloop.Loop)
+
+
+class Guest:
+    """A connection that ends after some time."""
+
+    def __init__(self, user_loop: UserLoop, ends_after_s: float) -> None:
+        self.is_aborted = False
+        user_loop.admit(cast("OpenSocket", self))
+        user_loop.loop.call_later(ends_after_s, user_loop.dismiss, self)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_a_loop_that_closes_waits_for_all_its_connections() -> None:
+    to_worker, guests = ThreadCalls(asyncio.get_running_loop()), list[Guest]()
+    user_loop = UserLoop("test", contextvars.copy_context(), to_worker, set())
+    user_loop.run_in_thread(UserThreads("test", 1, to_worker, set()), start_daemon)
+    for after_s in (0.1, 0.3):
+        user_loop.thread_calls.post(lambda after_s=after_s: guests.append(Guest(user_loop, after_s)))
+    await user_loop.close(20.0)
+    assert [each.is_aborted for each in guests] == [False, False]
 
 
 @each_case(

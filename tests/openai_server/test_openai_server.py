@@ -160,6 +160,7 @@ def test_responses_are_made(client: Any) -> None:
     assert call.type == "function_call"
     assert (call.name, call.arguments) == ("add", '{"a": 1}')
     assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert kinds.count("response.created") == 1
     with client.responses.stream(model="echo", input="one two") as stream:
         text = "".join(each.delta for each in stream if each.type == "response.output_text.delta")
         assert text == stream.get_final_response().output_text == "one two "

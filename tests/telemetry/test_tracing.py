@@ -234,6 +234,9 @@ class Slow:
     async def free(self) -> None:
         raise KeyError("no")
 
+    def plain(self) -> None:
+        raise ValueError("no")
+
 
 def test_a_call_of_a_program_begins_a_trace_and_an_error_has_its_type(collected: Collected) -> None:
     with local_instance(tracing_config=CONFIG) as client:
@@ -245,12 +248,16 @@ def test_a_call_of_a_program_begins_a_trace_and_an_error_has_its_type(collected:
         with pytest.raises(KeyError) as raised:
             second.result(timeout_s=10)
         assert error_type(received_error(pack_all(raised.value).data)) == "KeyError", "as a router gets it"
+        with pytest.raises(ValueError, match="no"):
+            handle.plain.remote().result(timeout_s=10)
         until(
             lambda: (
                 {
                     ("replica Slow.hold", "cancelled"),
                     ("replica Slow.free", "KeyError"),
                     ("user code free", "KeyError"),
+                    ("replica Slow.plain", "ValueError"),
+                    ("user code plain", "ValueError"),
                 }
                 <= {(each.name, (each.attributes or {}).get("error.type")) for each in collected.spans}
             )

@@ -160,7 +160,8 @@ async def _serve(
 
 def print_line(cluster_connection: ClientConnection, line: str) -> None:
     """Print a line with the time of day."""
+    text = f"{datetime.fromtimestamp(cluster_connection.clock.wall()):%H:%M:%S} {line}\n"
     # A program whose output is missing or closed keeps serving.
     with suppress(AttributeError, OSError, ValueError):
-        sys.stdout.write(f"{datetime.fromtimestamp(cluster_connection.clock.wall()):%H:%M:%S} {line}\n")
+        sys.stdout.write(text)
         sys.stdout.flush()

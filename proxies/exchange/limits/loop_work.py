@@ -58,9 +58,6 @@ class LoopWork:
         self._budget_bytes = TURN_BYTES
         self._turn_ended = 0.0
 
-    def __repr__(self) -> str:
-        return f"<LoopWork {len(self._waiting)} waiting>"
-
     def do(self, work: Work) -> None:
         """Do a slice of work now, or queue it if the budget for work on arrival is used up."""
         now = self._time()

@@ -192,6 +192,19 @@ async def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller(
     assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
 
 
+@pytest.mark.virtual_time
+async def test_a_controller_whose_workers_are_all_lost_starts_once_there_is_another() -> None:
+    site = Site()
+    await site.controllers.start(site.entry)
+    for worker in ("w1", "w2"):
+        site.hosts.lose(worker)
+    await site.controllers.replace(site.entry, {"w2"})
+    site.hosts.join("w3")
+    await wait_until(lambda: site.entry.controller is not None)
+    assert site.entry.controller.worker == "w3"  # type: ignore[union-attr]
+    await site.tasks.close()
+
+
 async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_path: Path) -> None:
     """It does not take the store back from the other instance."""
     site = Site()

@@ -18,8 +18,10 @@ from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS
 from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelCarrier, ParcelMemory
 from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.scheduler import parcels as module
+from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.parcels import InstanceParcels, parcel_verbs
-from daskserve.cluster.store.opening import open_store
+from daskserve.cluster.scheduler.reconnect import close_records
+from daskserve.cluster.store.opening import MemoryStore, open_store
 from daskserve.errors import BadRequestError, CodeLoadError
 from daskserve.payload.parcels import Parcel
 
@@ -195,6 +197,18 @@ async def test_a_parcel_whose_code_is_deleted_while_it_is_read_is_not_kept(
         deleted.set()
         await asyncio.wait({reading})
         assert not here.parcels._memory
+
+
+async def test_an_instance_that_ends_drops_its_parcels() -> None:
+    entry = Instance("i", None, False, 5.0, b"", MemoryStore())
+
+    async def ask(verb: str, **message: Any) -> Any:
+        return await parcel_verbs(lambda _: entry.parcels)[verb]("i", **message)
+
+    await ParcelCarrier(ask).send(PARCEL, PARTS)
+    assert entry.parcels._memory
+    await close_records(entry)
+    assert not entry.parcels._memory
 
 
 async def test_a_parcel_whose_change_does_not_come_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,15 @@ def test_the_bounds_hold() -> None:
     assert tuner.limits.max_batch_size == 7
 
 
+@each_case("max_running, expected", [(1, 6), (2, 3)])
+def test_as_many_items_as_wait_for_each_running_batch_are_enough(max_running: int, expected: int) -> None:
+    tuner = BatchTuner(10.0, BatchLimits(1000, 1.0), max_running)
+    for number in range(100):
+        tuner.started(6)
+        tuner.ended(number / 10, [0.0] * 6, 0.1, 0)
+    assert tuner.limits.enough == expected
+
+
 # ---- the decorator
 
 

@@ -117,6 +117,9 @@ async def test_a_function_of_the_user_compares_and_may_fail() -> None:
     comparer = ResponseComparer(f"{__name__}:by_header")
     await compared(comparer, http(200, b"a", x="1"), http(500, b"b", x="1"))
     await compared(comparer, http(200, b"a", x="1"), http(200, b"a", x="2"))
+    ordered = ResponseComparer("operator:lt")
+    await compared(ordered, call(1), call(2))
+    assert ordered.plain() == [1, 0, [], 0, ""]
     assert comparer.plain() == [2, 1, ["q: 200 b'a' != 200 b'a'"], 0, ""]
     failing = ResponseComparer(f"{__name__}:refuses")
     await compared(failing, call(1), call(1))

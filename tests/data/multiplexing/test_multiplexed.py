@@ -30,6 +30,7 @@ from daskserve.data.multiplexing import unloading
 from daskserve.data.multiplexing.multiplexer import Multiplexer
 from daskserve.errors import ModelCapacityError, NotInReplicaError, RequestTimeoutError, WrongTypeError
 from daskserve.loops.tasks import pause
+from daskserve.telemetry.table import SECTIONS
 from daskserve.testing import run_virtual
 
 pytestmark = pytest.mark.smoke
@@ -734,11 +735,14 @@ def test_the_models_of_an_object_that_is_gone_are_unloaded_after_their_requests(
                 await Helper().get("a")
             await asyncio.sleep(100)
             assert models.unloaded == []
-            assert multiplexer.samples(("i", "d", "r"))
+            for name, labels, _ in (samples := multiplexer.samples(("i", "d", "r"))):
+                assert len(labels) == len(specs[name].labels), name
+            assert samples
         await asyncio.sleep(3)
         assert models.unloaded == ["a"] * 20
         assert not multiplexer.samples(("i", "d", "r"))
 
+    specs = {each.short_name: each for section in SECTIONS.values() for each in section}
     models = Models()
     run_virtual(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import sys
 import threading
@@ -21,6 +22,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.user_code import autoscaling_stats
 from daskserve.data.replica.user_code.autoscaling_stats import KEPT_S, MOST_VALUES, ChildStats, checked
+from daskserve.data.replica.user_code.recorded_stats import checked_plain
 from daskserve.testing import wait_until
 
 DEADLINE_S = 10.0
@@ -152,6 +154,15 @@ def test_code_without_the_method_is_not_called(definition: Any) -> None:
         assert len(replica._code._executor.background) == 0  # type: ignore[attr-defined]
 
     run(scenario, definition)
+
+
+def test_a_coroutine_is_no_result_and_is_closed() -> None:
+    async def stats() -> dict[str, float]:
+        return {}
+
+    answer = stats()
+    assert checked_plain(answer) == ({}, "returned coroutine; return a dict with texts as keys")
+    assert inspect.getcoroutinestate(answer) == inspect.CORO_CLOSED
 
 
 def test_nothing_is_called_without_a_reader() -> None:

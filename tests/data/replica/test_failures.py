@@ -10,7 +10,8 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette import exceptions
@@ -350,6 +351,12 @@ def test_the_same_error_is_logged_for_each_request_that_fails(caplog: pytest.Log
         "Request a to model#1 failed",
         "Request b to model#1 failed",
     ]
+    for request, expected in (
+        (None, log.log),
+        (SimpleNamespace(is_shown=False), log.log),
+        (SimpleNamespace(is_shown=True), log.log_in_short),
+    ):
+        assert log.logs_for(cast("Any", request)) == expected
 
 
 class Odd(Exception):

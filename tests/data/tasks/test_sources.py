@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -105,6 +106,10 @@ def test_replicas_read_handle_and_acknowledge_items(caplog: pytest.LogCaptureFix
         assert BROKER.failures >= 1
         assert BROKER.most <= 4
         assert handle.remote().result() == "alive"
+
+
+def test_a_source_stays_a_method_of_its_class() -> None:
+    assert inspect.isasyncgenfunction(Reader.numbers)
 
 
 def test_a_replica_that_stops_handles_what_it_has_read_and_no_more() -> None:

@@ -10,13 +10,21 @@ from wsproto.events import CloseConnection
 from wsproto.events import Message as DataMessage
 
 from daskserve.options.http import HTTPOptions
-from daskserve.proxies.exchange.limits.limits import InflationRules, Limits
+from daskserve.proxies.exchange.limits.limits import Budget, InflationRules, Limits
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 from daskserve.proxies.server.server import HTTPServer
 
 
 def received_bytes(server: HTTPServer) -> float:
     return next(value for name, labels, value in server.samples("i") if labels[1:] == ("received",))
+
+
+def test_a_budget_can_be_used_up() -> None:
+    budget = Budget(10)
+    assert budget.acquire(10)
+    assert not budget.acquire(1)
+    budget.release(1)
+    assert budget.used_bytes == budget.size_bytes
 
 
 async def test_a_message_beyond_the_budget_of_all_closes_with_1013() -> None:
