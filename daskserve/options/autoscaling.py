@@ -12,7 +12,7 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import Masked, Options, Secret
 from daskserve.options.fields.bounds import UP, Bounds, share_of
-from daskserve.options.fields.pickled import Code
+from daskserve.options.fields.code import Code
 from daskserve.options.fields.secrets import masked
 from daskserve.options.queues import QueueOptions, queue_options_of
 

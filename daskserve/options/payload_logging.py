@@ -8,7 +8,8 @@ from pydantic import Field, field_validator
 
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import ByteCount, Folder, Masked, Options
-from daskserve.options.fields.pickled import PICKLED, Code
+from daskserve.options.fields.code import Code
+from daskserve.options.fields.pickled import PICKLED
 from daskserve.options.fields.secrets import masked
 
 

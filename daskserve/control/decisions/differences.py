@@ -12,7 +12,7 @@ from daskserve.control.records.versions import unmarked
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, Options, effect_of
-from daskserve.options.fields.pickled import shown_options
+from daskserve.options.fields.code import shown_options
 from daskserve.options.fields.secrets import masked
 
 #: Differences that are not options of a model.

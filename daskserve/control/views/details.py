@@ -19,7 +19,7 @@ from daskserve.control.views.builds import with_builds
 from daskserve.errors import BadRequestError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import spellings_of
-from daskserve.options.fields.pickled import shown_options
+from daskserve.options.fields.code import shown_options
 from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import dump_http

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import Masked, Options
-from daskserve.options.fields.pickled import PICKLED, Code
+from daskserve.options.fields.code import Code
+from daskserve.options.fields.pickled import PICKLED
 from daskserve.options.fields.secrets import masked
 
 #: The default router; its options are not published.
