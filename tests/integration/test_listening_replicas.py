@@ -89,6 +89,9 @@ def port_of(url: str) -> int:
 class Caller:
     """One connection that stays open."""
 
+    #: The number of answers of all connections.
+    answers = 0
+
     def __init__(self, url: str) -> None:
         self._path = urlsplit(url).path
         self._connection = HTTPConnection("127.0.0.1", port_of(url), timeout=PATIENCE_S)
@@ -102,6 +105,7 @@ class Caller:
 
     def receive(self) -> Reply:
         answer = self._connection.getresponse()
+        Caller.answers += 1
         return Reply(answer.status, dict(answer.getheaders()), answer.read())
 
     def call(self, query: str = "", method: str = "GET") -> Reply:
@@ -207,20 +211,22 @@ def failed(replies: list[Reply | Exception]) -> list[Any]:
 def test_changes_under_load_lose_no_request_no_connection_and_no_count(
     client: serve.Client, url: str, external: ExternalCluster, stack: ExitStack
 ) -> None:
+    counted_before = counted(external.client) - Caller.answers
     deploy(client, "who", who)
     before = until_served_by(f"{url}/who", 2)
     client.create_backend("other", who, config={**ISOLATED, "num_replicas": 2})
-    counted_before = counted(external.client)
     load = Load(f"{url}/who")
-    kept = [stack.enter_context(closing(Caller(f"{url}/who"))) for _ in range(4)]
-    total = 0
+    proxies = {*external.client.run(os.getpid).values()}
+    kept: list[Caller] = []
+    # Each worker has a proxy, and the kernel chooses one for each connection.
+    while not proxies <= set().union(*(servers_of(port_of(url)).get(each.port, set()) for each in kept)):
+        kept.append(stack.enter_context(closing(Caller(f"{url}/who"))))
+        assert kept[-1].call().status == 200
 
     def served_by() -> set[int]:
-        nonlocal total
         replies = [each.call() for each in kept]
         assert {each.status for each in replies} == {200}
         assert not any("connection" in each.headers for each in replies)
-        total += len(replies)
         return {int(each.json[0]) for each in replies}
 
     try:
@@ -236,7 +242,7 @@ def test_changes_under_load_lose_no_request_no_connection_and_no_count(
         replies = load.end()
     assert len(replies) > 20
     assert failed(replies) == []
-    expected = counted_before + len(replies) + total
+    expected = counted_before + len(replies) + Caller.answers
     poll_for(
         lambda: counted(external.client) >= expected, what=lambda: f"{counted(external.client)} of {expected}"
     )
