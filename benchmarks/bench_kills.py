@@ -2,7 +2,7 @@
 
 Sixteen clients of httpx send GET requests over connections that they keep. Meanwhile, a process that serves
 them is killed several times, with SIGKILL. daskserve runs two replicas with ``isolation="process"``, once
-with ``replicas_listen`` and once without. Each system starts its processes again by itself.
+with ``replicas_listen`` and once without. Both systems replace killed processes.
 
 Run: ``python benchmarks/bench_kills.py [--kills N]``. It needs ``pip install fastapi httpx uvicorn``, and
 prints a line per system.

@@ -50,6 +50,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks", "state")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")
+    check.constants(Worker.__init__, "worker-lifetime-reached")
     check.constants(inspect.unwrap(Scheduler.remove_worker), "scheduler-remove-worker")
     check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
     check.fields(Broker, "_topics")
@@ -76,6 +77,8 @@ __all__ = ["gather_from_workers", "get_ip", "to_serialize"]
 STREAM_BROKE = "worker-handle-scheduler-connection-broken"
 IS_UNKNOWN = "worker-heartbeat-missing"
 IS_REMOVED = "scheduler-remove-worker"
+#: Why a worker closes that has asked the scheduler to retire it.
+RETIRES_ITSELF = ("worker-close-gracefully", "worker-lifetime-reached")
 
 #: Interval at which to check whether a client has connected again.
 _CONNECTING_S = 0.05

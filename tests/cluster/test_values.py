@@ -121,9 +121,9 @@ def test_values_that_were_taken_out_are_filled_in_again() -> None:
 
 async def test_values_that_the_worker_holds_are_not_copied() -> None:
     held, loop = {"a": [1], "b": [2]}, SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
-    nobody: Any = SimpleNamespace(loop=loop)  # has no workers to ask
+    unused: Any = SimpleNamespace(loop=loop)
     worker: Any = SimpleNamespace(address="tcp://127.0.0.1:1", data=held)
-    found = await DaskTransfer(nobody, nobody, worker).fetch(dump_bytes(["a", "b", "a"]))
+    found = await DaskTransfer(unused, unused, worker).fetch(dump_bytes(["a", "b", "a"]))
     assert [id(each) for each in found] == [id(held[key]) for key in ("a", "b", "a")]
 
 

@@ -112,6 +112,26 @@ async def test_a_retired_worker_completes_its_requests_before_it_closes() -> Non
         assert worker.closed == ["no heartbeat", (True, True, first)], first
 
 
+async def test_a_worker_whose_lifetime_ends_completes_its_requests_and_keeps_its_nanny() -> None:
+    lifetime = {"nanny": False, "reason": "worker-lifetime-reached"}
+    for is_first in (True, False):  # or the scheduler's answer to the last heartbeat
+        worker: Any = ClosingWorker()
+        worker.status = Status.closing_gracefully
+        done = asyncio.Event()
+
+        async def complete(done: asyncio.Event = done) -> None:
+            await done.wait()
+
+        answer_close(worker, stay, complete)
+        first, second = (lifetime, {"reason": UNKNOWN}) if is_first else ({"reason": UNKNOWN}, lifetime)
+        closing = asyncio.create_task(worker.close(**first))
+        await asyncio.sleep(0)
+        assert await worker.close(**second) is None, first
+        done.set()
+        assert await closing == "OK", first
+        assert worker.closed == ["no heartbeat", (True, False, first["reason"])], first
+
+
 async def test_a_worker_closes_at_once_if_it_is_not_retired_or_something_else_closes_it() -> None:
     for status, reason in [
         (Status.running, REMOVED),  # it was lost for the scheduler: others have its actors
